@@ -6,7 +6,7 @@ PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 .PHONY: demo demo-deploy test test-deploy bench lint package package-bare docs clean
 
 demo: .venv/.installed
-	$(BIN)/bpfed run --data digits --rounds 30 --seed 0 --calibrate pilot:3 --out runs/demo --overwrite
+	$(BIN)/bpfed run --data digits --rounds 30 --seed 0 --adapt off --calibrate pilot:3 --out runs/demo --overwrite
 
 demo-deploy: .venv/.deploy
 	$(BIN)/bpfed deploy demo --out runs/demo-deploy

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bpfed._util.imports import lazily
 
 if TYPE_CHECKING:
     from bpfed import callbacks, config, data, methods
@@ -38,28 +39,19 @@ __all__ = [
 ]
 
 # Imported when first asked for: torch takes two seconds, and `bpfed --help` needs none of it.
-_HOME = {
-    "BPFedClassifier": "bpfed.sklearn",
-    "BPFedRegressor": "bpfed.sklearn",
-    "Client": "bpfed.runs.client",
-    "Comparison": "bpfed.comparison",
-    "Run": "bpfed.runs.run",
-    "Settings": "bpfed.config.settings",
-    "Tuning": "bpfed.comparison",
-    "UserError": "bpfed._util.errors",
-    "compare": "bpfed.comparison",
-    "fit": "bpfed.runs.fit",
-    "fit_seeds": "bpfed.runs.fit",
-    "tune": "bpfed.comparison",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    if name in __all__:
-        return import_module(f"bpfed.{name}")
-    raise AttributeError(f"module 'bpfed' has no attribute '{name}'")
+__getattr__ = lazily(
+    __name__,
+    {
+        **dict.fromkeys(("BPFedClassifier", "BPFedRegressor"), "bpfed.sklearn"),
+        **dict.fromkeys(("Comparison", "Tuning", "compare", "tune"), "bpfed.comparison"),
+        **dict.fromkeys(("fit", "fit_seeds"), "bpfed.runs.fit"),
+        "Client": "bpfed.runs.client",
+        "Run": "bpfed.runs.run",
+        "Settings": "bpfed.config.settings",
+        "UserError": "bpfed._util.errors",
+        **{name: f"bpfed.{name}" for name in ("callbacks", "config", "data", "methods")},
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -276,7 +276,7 @@ class BPFedRegressor(RegressorMixin, _Federated):
         """The mean of each row, ``[n]``; with ``return_std`` the predictive standard deviation too, ``[n]``."""
 
         def both(found: Regressed) -> np.ndarray:
-            made = self.run_.data.preparation
+            made = self.run_.data.preprocessor
             assert made is not None
             return np.stack([made.in_units(found.mean).numpy(), found.scale.double().numpy() * made.target_scale], 1)
 
@@ -290,7 +290,7 @@ class BPFedRegressor(RegressorMixin, _Federated):
         """
 
         def ends(found: Regressed) -> np.ndarray:
-            made = self.run_.data.preparation
+            made = self.run_.data.preprocessor
             assert made is not None
             return np.stack([made.in_units(end).numpy() for end in found.interval(level)], 1)
 

@@ -60,10 +60,12 @@ def skipped(app: object, what: str, name: str, value: object, skip: bool, option
     return True if name.startswith("set_") and name.endswith("_request") else None
 
 
-def plain(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
-    """Keep napoleon from taking what stands before the first colon of an attribute's docstring for its type."""
-    if what in ("attribute", "property", "data") and lines:
-        lines.insert(0, "")
+def rejoined(app: object, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
+    """Undo what napoleon does to a comment on an attribute: it takes what stands before the first colon for its type."""
+    kinds = [at for at, line in enumerate(lines) if line.startswith(":type:")]
+    if what in ("attribute", "property", "data") and kinds:
+        before = lines.pop(kinds[0]).removeprefix(":type:").strip()
+        lines[0] = f"{before}: {lines[0]}"
 
 
 def versions(app: Sphinx) -> None:
@@ -81,4 +83,4 @@ def setup(app: Sphinx) -> None:
     generate(HERE / "reference" / "generated")
     app.connect("builder-inited", versions)
     app.connect("autodoc-skip-member", skipped)
-    app.connect("autodoc-process-docstring", plain, priority=400)
+    app.connect("autodoc-process-docstring", rejoined, priority=600)

@@ -1,10 +1,15 @@
-"""``python -m experiments``: the paper's tables and figures, each one command.
+"""``python -m experiments``: the studies behind the pages of results, each one command.
 
-The experiments of `ALONE` need no package for terminals, so they also run where typer and rich are missing.
+The experiments of `ALONE` need no package for terminals, so they also run where typer and rich are missing. The others
+are the paper's, and are also called ``bpfed paper``.
 """
 
+import ast
 import sys
+import textwrap
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 
 from bpfed._util.errors import UserError
 
@@ -15,7 +20,27 @@ ALONE = {
     "small-cells": "experiments.small_cells",
     "honest-sets": "experiments.honest_sets",
     "cifar100-features": "experiments.cifar100_features",
+    "tweets": "experiments.tweets",
+    "brca": "experiments.brca",
 }
+
+
+def about(module: str) -> str:
+    """The first line of a module's docstring, read without importing it."""
+    found = find_spec(module)
+    assert found is not None
+    assert found.origin is not None
+    tree = ast.parse(Path(found.origin).read_text(encoding="utf-8"))
+    return (ast.get_docstring(tree) or "").splitlines()[0]
+
+
+def overview() -> str:
+    """The experiments of `ALONE`, a line each."""
+    lines = [
+        textwrap.fill(f"  {name:<18} {about(module)}", 80, subsequent_indent=" " * 21) for name, module in ALONE.items()
+    ]
+    return "\n".join(["Studies of their own, each with --help (python -m experiments NAME):", "", *lines, ""])
+
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in ALONE:
@@ -26,4 +51,6 @@ if __name__ == "__main__":
     else:
         from bpfed.cli import main
 
+        if sys.argv[1:] in ([], ["--help"], ["-h"]):
+            print(overview(), "And those of the paper, also called 'bpfed paper NAME':", sep="\n", flush=True)
         main(["paper", *sys.argv[1:]])

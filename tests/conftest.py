@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from bpfed.data.federated import FederatedData
 from bpfed.engine.compiled_step import Stepper
-from bpfed.runs import run
 from bpfed.runs.baselines import Losses, baselines
 from bpfed.runs.metadata import fingerprint
 
@@ -64,7 +63,7 @@ def _remembered_baselines() -> Iterator[None]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "baselines", remembered)
+        patch.setattr("bpfed.runs.baselines.baselines", remembered)
         yield
 
 

@@ -16,6 +16,7 @@ import typer
 
 import bpfed
 from bpfed.cli import app
+from experiments.__main__ import ALONE, overview
 from experiments.cli import app as paper
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +76,23 @@ def test_commands_and_flags_of_the_pages_exist() -> None:
             if name == "bpfed" or unknown:
                 wrong.append(f"{page.relative_to(ROOT)}: {line} ({unknown})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_readme_of_experiments_has_every_study_with_its_records_and_page() -> None:
+    told = (ROOT / "experiments" / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in told.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    command = typer.main.get_command(paper)
+    assert isinstance(command, click.Group)
+    assert named == {*ALONE, *command.commands}
+    assert all(name in overview() for name in ALONE)
+    for row in rows:
+        records = re.findall(r"`([^`]+)`", row.split("|")[4])
+        assert [one for one in records if not (ROOT / "results" / one).exists()] == ["small-cells/"] * (
+            "no records" in row
+        )
+    for link in re.findall(r"\]\(([^)#]+)", told):
+        assert (ROOT / "experiments" / link).is_file(), link
 
 
 def test_pages_are_short() -> None:

@@ -7,9 +7,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -27,8 +28,12 @@ PART = ".part"
 def whole(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Write a file under another name beside ``path``, and give it that name only when all of it is on the disk.
 
-    After a crash at any moment ``path`` is the old file or the new one. Until then only its owner can read it.
+    After a crash at any moment ``path`` is the old file or the new one. Until then only its owner can read it. Folders
+    that are missing are made, but not for a way that leads up again: another file may be there once they exist, and who
+    asked whether there is one was told no.
     """
+    if ".." in path.parts and not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "its folder does not exist", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=PART)
     try:
@@ -151,13 +156,25 @@ def from_json(content: bytes | str) -> Any:
     """What a file of JSON says.
 
     Raises:
-        ValueError: It is not JSON of UTF-8 text, is nested too deeply, or has NaN or an infinite number.
+        ValueError: It is not JSON of UTF-8 text, is nested too deeply, has NaN or an infinite number, or has half of a
+            character, as in ``"\\ud800"``, which no file and no message can hold.
     """
     text = content if isinstance(content, str) else content.decode("utf-8")
     try:
-        return json.loads(text, parse_constant=_no_number, parse_float=_number)
+        found = json.loads(text, parse_constant=_no_number, parse_float=_number)
+        check_characters(text, found)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return found
+
+
+def check_characters(text: str, found: Any) -> None:
+    """Raise a `ValueError` if what was found in a text of JSON has half of a character."""
+    try:
+        if _HALF.search(text):
+            json.dumps(found, ensure_ascii=False).encode()  # two halves in a row are a character
+    except UnicodeEncodeError:
+        raise ValueError("it has half of a character") from None
 
 
 def from_toml(content: bytes | str) -> dict[str, Any]:
@@ -173,6 +190,10 @@ def from_toml(content: bytes | str) -> dict[str, Any]:
         raise ValueError("it is nested too deeply") from None
 
 
+#: What may be half of a character, as JSON writes it, or already is one.
+_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
+
+
 def _no_number(word: str) -> float:
     raise ValueError(f"{word} is not a number")
 
@@ -180,6 +201,11 @@ def _no_number(word: str) -> float:
 def _number(text: str) -> float:
     value = float(text)
     return value if abs(value) != float("inf") else _no_number(text)
+
+
+def renamed(record: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A record with other names for some of its keys, in the same order: files keep the names that they began with."""
+    return {names.get(name, name): value for name, value in record.items()}
 
 
 def to_json(value: Any) -> str:
@@ -341,8 +367,8 @@ CHECKPOINT, STATES = "checkpoint", "state"
 
 #: The file of settings of a part of a deployment, beside its `CONFIG`.
 PLAN = "deploy.toml"
-#: The preparation that all parts of a deployment have agreed on, where they have.
-PREPARATION = "preparation.json"
+#: The preprocessing that all parts of a deployment have agreed on, where they have.
+PREPROCESSING = "preprocessing.json"
 #: The server's folder in that of a deployment; the run folder of the server, and of a site's own model.
 SERVER, RUN = "server", "run"
 #: What each exchange cost, in the run folder of a server; no other run has such a file.

@@ -26,12 +26,12 @@ def decimal(x: float, digits: int = 3) -> str:
     if size >= 1e6:
         return f"{x:.2e}".replace("-", _MINUS)
     digits = digits if size < 100 else 1 if size < 1000 else 0
-    return grouped(f"{x:.{digits}f}")
+    return grouped(f"{x:z.{digits}f}")
 
 
 def percent(x: float, digits: int = 1) -> str:
     """A fraction as ``95.3 %``."""
-    return f"{100 * x:.{digits}f}{_NARROW}%".replace("-", _MINUS) if math.isfinite(x) else MISSING
+    return f"{100 * x:z.{digits}f}{_NARROW}%".replace("-", _MINUS) if math.isfinite(x) else MISSING
 
 
 def figure(x: float) -> str:

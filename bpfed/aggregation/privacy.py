@@ -1,9 +1,9 @@
 """Differential privacy of clients: what can be learnt, from the server's states of all rounds, about any one client.
 
-Each update (see `bpfed.aggregation.updates`) is cut to norm C, the sum of them gets Gaussian noise of standard deviation z·C, and
-that is divided by the number of clients expected in a round. The server's state is made from this and nothing else. For
-any two federations that differ in one client, whose updates count in one and are 0 in the other, the probability of any
-result computed from these states differs by a factor of at most e^ε, up to δ.
+Each update (see `bpfed.aggregation.updates`) is cut to norm C, the sum of them gets Gaussian noise of standard
+deviation z·C, and that is divided by the number of clients expected in a round. The server's state is made from this
+and nothing else. For any two federations that differ in one client, whose updates count in one and are 0 in the other,
+the probability of any result computed from these states differs by a factor of at most e^ε, up to δ.
 
 ε depends on what an observer knows:
 

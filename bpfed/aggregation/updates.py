@@ -1,4 +1,5 @@
-"""Uploads as updates: what a client changed in the server's state, as one vector whose norm can be clipped; and how they are compressed.
+"""Uploads as updates: what a client changed in the server's state, as one vector whose norm can be clipped; and how
+they are compressed.
 
 An upload has the tensors of the server's state. Its update is their difference, all tensors end to end; a standard
 deviation σ counts by ρ, σ = softplus ρ, so that any update of any length leaves σ above 0.

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from bpfed._util import text
 from bpfed._util.console import Console as Plain
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.config.registry import shown
 from bpfed.metrics.registry import METRICS, shown_at
 from bpfed.report.record import value

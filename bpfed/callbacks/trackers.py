@@ -1,13 +1,14 @@
-"""A run in TensorBoard (extra ``track``)."""
+"""Trackers: a run in TensorBoard or MLflow (extra ``track``)."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import write_whole
-from bpfed.callbacks.base import Callback, scalars
+from bpfed.callbacks import Callback
 
 if TYPE_CHECKING:
     from bpfed.engine.simulator import RoundInfo
@@ -105,3 +106,12 @@ class MLflow(Callback):
         if self._id is not None:
             self.client.set_terminated(self._id, status="FINISHED" if self._finished else "KILLED")
             self._id = None
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers of a line of metrics under flat names, ``accuracy/pooled`` or ``train_nll``."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        flat |= {f"{name}/{part}": v for part, v in value.items()} if isinstance(value, dict) else {name: value}
+    flat.pop("round", None)
+    return {name: float(v) for name, v in flat.items() if isinstance(v, int | float) and math.isfinite(v)}

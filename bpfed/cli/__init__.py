@@ -11,7 +11,8 @@ import typer
 from bpfed import __version__
 from bpfed._util.console import Console
 from bpfed._util.errors import UserError
-from bpfed.cli.terminal import Briefly, LazyCommand, LazyGroup, imported_whole
+from bpfed._util.imports import imported_whole
+from bpfed.cli.terminal import Briefly, LazyCommand, LazyGroup
 
 OUT_OF_MEMORY = (
     "The machine has too little memory for this; give it less at a time (--chunk, --memory, --jobs), or use smaller "

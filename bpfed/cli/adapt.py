@@ -74,13 +74,13 @@ def adapt(
         from bpfed.data.tabular.rows import read_rows
         from bpfed.runs.adapt import adapt as join
 
-        x = y = preparation = None
+        x = y = preprocessor = None
         if rows is not None:
             read = read_rows(run.data, rows, name, progress.say, labelled=True, target=target)
-            x, y, preparation = read.x, read.y, read.preparation
+            x, y, preprocessor = read.x, read.y, read.preprocessor
         progress.doing(f"adapting {name}")
-        client = join(run.federation, x, y, steps=steps, name=name, preparation=preparation)
-        before = join(run.federation, name=name, preparation=preparation)
+        client = join(run.federation, x, y, steps=steps, name=name, preprocessor=preprocessor)
+        before = join(run.federation, name=name, preprocessor=preprocessor)
         shown = _shown(before, client, x, y) if x is not None and y is not None else None
         client.save(out)
     finally:
@@ -102,7 +102,7 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> termina
     """How many examples there are, and how sure the model was and is of them."""
     from bpfed.inference.predictive import Classified, Regressed
 
-    data, preparation = after.run.data, after.run.data.preparation
+    data, preprocessor = after.run.data, after.run.data.preprocessor
     found = [client.predict(x, prepared=True) for client in (before, after)]
     title = f"{after.name}: how sure it is of the {text.many(len(y), 'example')} it has just learnt from"
     shown = terminal.table("", "examples", "before", "after", title=title, right=3)
@@ -120,7 +120,7 @@ def _shown(before: NewClient, after: NewClient, x: Tensor, y: Tensor) -> termina
         # The second of the numbers that every prediction has says how unsure it is.
         shown.add_row(kind, str(len(y)), *(f"{float(f.numbers[1].mean()):.2f}" for f in found))
     else:
-        unit = 1.0 if preparation is None else preparation.target_scale
+        unit = 1.0 if preprocessor is None else preprocessor.target_scale
         numbers = [f for f in found if isinstance(f, Regressed)]
         error = [unit * float((f.mean - y).square().mean().sqrt()) for f in numbers]
         shown.add_row("RMSE", str(len(y)), *(text.typed(text.figure(e)) for e in error))

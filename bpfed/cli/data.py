@@ -127,17 +127,21 @@ def inspect(
         Console().print(_findings(found))
     if fix is not None:
         _propose(fix, found, chosen, Console(stderr=json))
+    start = "" if fix is None else "As the files are: "
     if refused:
-        raise UserError(refused)
+        raise UserError(start + refused)
     with _busy() as progress:
         progress.doing(f"preparing {chosen.data.name}")
-        data = chosen.load_data(data_dir, read or None, checked=bool(read))
+        try:
+            data = chosen.load_data(data_dir, read or None, checked=bool(read))
+        except UserError as error:
+            raise UserError(f"{start}{error}") from error
         gaps = missing(read)
         if plot is not None:
             progress.doing(f"drawing {plot}")
             draw(data, gaps, plot)
     if json:
-        listed = columns(read, data.preparation) if read and data.preparation is not None else []
+        listed = columns(read, data.preprocessor) if read and data.preprocessor is not None else []
         terminal.put_json(_as_json(data, found, listed, gaps))
         return
     console = Console()
@@ -156,8 +160,8 @@ def inspect(
         f"{text.many(data.input_shape[0], 'input')} each" if len(data.input_shape) == 1 else f"inputs of {shape} each"
     )
     _say(f"{text.many(len(data), 'client')}{cut}; {total}; {inputs}.")
-    if read and data.preparation is not None:
-        if listed := columns(read, data.preparation):
+    if read and data.preprocessor is not None:
+        if listed := columns(read, data.preprocessor):
             terminal.put(_columns(listed))
         if len(listed) > COLUMNS:
             _say(f"... and {len(listed) - COLUMNS} more columns.")
@@ -174,7 +178,7 @@ def inspect(
 def _examined(chosen: Config, data_dir: Path | None) -> tuple[dict[str, Table], list[Finding], str]:
     """The tables, all that is found in them, and why they cannot be used, if a file is refused."""
     from bpfed.data.checks.findings import Asked, examine, survey
-    from bpfed.data.load import target_of
+    from bpfed.data.datasets import target_of
     from bpfed.data.tabular.recode import Recoding
     from bpfed.data.tabular.table import ArrayOptions
 
@@ -252,13 +256,13 @@ def _propose(path: Path, found: Sequence[Finding], chosen: Config, console: Cons
     console.print(told, soft_wrap=True)
 
 
-@app.command(epilog="Example: bpfed data prepare folder:public --target disease --out preparation.json")
+@app.command(epilog="Example: bpfed data prepare folder:public --target disease --out preprocessing.json")
 @partial(with_schema, without=NOT_INSPECTED)
 def prepare(
     name: Annotated[
         str, typer.Argument(help="Tables: folder:PATH or the name of a dataset; or the folder of a run on tables.")
     ],
-    out: Annotated[Path, typer.Option(help="The new file.")] = Path("preparation.json"),
+    out: Annotated[Path, typer.Option(help="The new file.")] = Path("preprocessing.json"),
     seed: Annotated[int, typer.Option(help="Random seed: which rows are for training.")] = 0,
     data_dir: DataDir = None,
     **flags: str | None,
@@ -266,29 +270,29 @@ def prepare(
     """Write how tables become inputs, as a file that the sites of a deployment can agree on.
 
     It holds columns, means, scales, words and classes of the training rows, and can be edited or written by hand. With it
-    ('bpfed deploy init --preparation') sites tell nothing of their own columns.
+    ('bpfed deploy init --preprocessing') sites tell nothing of their own columns.
     """
     with _busy() as progress:
         from bpfed._util.errors import UserError
         from bpfed._util.files import DATA, of_run
         from bpfed.config.reader import read as configured
-        from bpfed.data.tabular.preprocessing import write_preparation
-        from bpfed.runs.metadata import preparation_of
+        from bpfed.data.tabular.preprocessing import write_preprocessor
+        from bpfed.runs.metadata import preprocessor_of
 
         if out.exists():
             raise UserError(f"'{out}' exists already; choose another --out.")
         if (of_run(Path(name)) / DATA).is_file():
             if given := next((key for key, value in flags.items() if value is not None), None):
-                raise UserError(f"'{name}' is a run, which has its preparation already; leave out '{given}'.")
-            made = preparation_of(of_run(Path(name)))
+                raise UserError(f"'{name}' is a run, which has its preprocessing already; leave out '{given}'.")
+            made = preprocessor_of(of_run(Path(name)))
         else:
             check_data(name)
             chosen = configured(None, overrides(None, [], {**flags, "data": name, "seed": str(seed)}))
             loading(progress, name, data_dir)
-            made = chosen.load_data(data_dir).preparation
+            made = chosen.load_data(data_dir).preprocessor
         if made is None:
-            raise UserError(f"'{name}' is no dataset of tables, so it has no preparation; give tables.")
-        digest = write_preparation(out, made)
+            raise UserError(f"'{name}' is no dataset of tables, so it has no preprocessing; give tables.")
+        digest = write_preprocessor(out, made)
     _say(f"{text.many(len(made.features), 'column')} in {out}, SHA-256 {digest}.")
     _say(
         "It holds means, scales and words of these tables, also those of a single row: whoever gets the file can read them."
@@ -304,7 +308,7 @@ def export(
     """Write the tables of a dataset as CSV files, one per client, to be used as folder:PATH."""
     check_data(name)
     with _busy() as progress:
-        from bpfed.data.load import tables
+        from bpfed.data.datasets import tables
         from bpfed.data.tabular.csvfile import write_folder
 
         loading(progress, name, data_dir)
@@ -363,19 +367,19 @@ def _dealt(data: FederatedData) -> str:
 
     if data.partition != OWN:
         return f"partition {data.partition}"
-    if data.preparation is not None and data.preparation.client_column is not None:
-        return f"one client per '{data.preparation.client_column}'"
+    if data.preprocessor is not None and data.preprocessor.client_column is not None:
+        return f"one client per '{data.preprocessor.client_column}'"
     return "one client per file" if data.name.startswith(PREFIX) else "the dataset's own clients"
 
 
 def _target(data: FederatedData) -> str:
-    return f"'{data.preparation.target}'" if data.preparation is not None else "the target"
+    return f"'{data.preprocessor.target}'" if data.preprocessor is not None else "the target"
 
 
 def _spread(data: FederatedData, client: int) -> list[str]:
     targets = data.train.client(client)[1]
-    if data.preparation is not None:
-        targets = data.preparation.in_units(targets)
+    if data.preprocessor is not None:
+        targets = data.preprocessor.in_units(targets)
     return [text.typed(text.figure(float(x))) for x in (targets.mean(), targets.std(correction=0))]
 
 

@@ -80,14 +80,15 @@ def init(
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings, as for 'bpfed run'.", show_default=False)
     ] = None,
-    preparation: Annotated[
+    preprocessing: Annotated[
         Path | None,
         typer.Option(
-            help="A preparation file that all sites agree on (see 'bpfed data prepare'); then no site tells anything of "
+            help="A preprocessing file that all sites agree on (see 'bpfed data prepare'); then no site tells anything of "
             "its columns.",
             show_default=False,
         ),
     ] = None,
+    former: Annotated[Path | None, typer.Option("--preparation", hidden=True)] = None,
     method: MethodName = None,
     model: ModelName = None,
     settings: Annotated[
@@ -97,10 +98,12 @@ def init(
     **flags: str | None,
 ) -> None:
     """Create certificates, a key pair per site and the configuration, ready to be taken to the sites."""
+    if former is not None:
+        raise UserError(f"--preparation is called --preprocessing now; write --preprocessing {former}.")
     method = method_named(method, model)
     _flower()
     from bpfed.config.reader import read
-    from bpfed.data.load import names
+    from bpfed.data.datasets import names
     from bpfed.deploy.ops import admin
     from bpfed.deploy.settings import Plan
 
@@ -109,7 +112,7 @@ def init(
         flags["data"] = folder.name  # the sites' own files, which have no name together
     chosen = read(config, overrides(method, settings or [], flags))
     plan = Plan(admin.named_sites(chosen, given), address, bind=bind)
-    admin.make(folder, plan, chosen, preparation)
+    admin.make(folder, plan, chosen, preprocessing)
     print(f"Created '{folder}' for {text.many(len(plan.sites), 'site')}. Next:")
     print(f"  bpfed deploy server {folder}            # on the server")
     first, own = admin.site_folder(folder, plan.sites[0]), admin.data_of(chosen, plan.sites[0])

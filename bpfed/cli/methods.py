@@ -1,4 +1,4 @@
-"""``bpfed methods``: which methods there are, and the settings of one; ``bpfed paper``: where the paper's experiments are."""
+"""``bpfed methods``: the methods, or the settings of one; ``bpfed paper``: where the paper's experiments are."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ def predict(
 
     If the run held back calibration examples, there are also sets of labels or intervals.
 
-    For tables, the column "unusual" names columns with a number far outside the training range, an unseen word or code, or no
-    value though training always had one.
+    For tables, the column "unusual" names columns with a number far outside the training range, an unseen word or code,
+    or no value though training always had one.
 
     With --test, each line begins with the client, the number of the row among its own, and the truth.
     """
@@ -208,8 +208,8 @@ def _tested(
         if client not in (None, each.client):
             continue
         progress.doing(f"predicting {many(len(each.numbers), 'row')} of {each.client}")
-        assert run.data.preparation is not None
-        x = run.data.preparation.inputs(each.table, each.client)
+        assert run.data.preprocessor is not None
+        x = run.data.preprocessor.inputs(each.table, each.client)
         found = run.client(each.client).predict(x, draws=draws, prepared=True)
         of = {"client": [each.client] * len(each.numbers), "row": list(map(str, each.numbers)), "truth": each.truth}
         text = table(run.data, found, level, abstain, of, times=times, rule=rule)

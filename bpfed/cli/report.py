@@ -170,13 +170,18 @@ def _print(browser: str, page: Path) -> Path:
 def _examples(place: Path, client: str, data_dir: Path | None) -> dict[str, Any]:
     """Sure and unsure cases of a client's own test rows, for its page."""
     from bpfed.callbacks.progress import Progress
-    from bpfed.cli.predict import finished_run
+    from bpfed.cli.predict import ADAPTED, finished_run
     from bpfed.runs.load import rows_of
 
     progress = Progress(patience=2.0)
     try:
         progress.doing(f"loading {place}")
         run = finished_run(place, progress.say)
+        if client not in run.data.clients and (place / ADAPTED / f"{client}.safetensors").is_file():
+            raise UserError(
+                f"'{client}' took no part in training, so the run has no test rows of it; predict rows whose targets are known "
+                "with 'bpfed predict --keep TARGET' instead."
+            )
         if client not in run.data.clients:
             raise unknown("client", client, run.data.clients)
         progress.doing("reading the run's data")
@@ -193,7 +198,7 @@ def _cases(run: LoadedRun, own: Tested) -> dict[str, Any]:
 
     from bpfed.inference.predictive import Classified, Regressed
 
-    made = run.data.preparation
+    made = run.data.preprocessor
     assert made is not None
     found = run.client(own.client).predict(made.inputs(own.table, own.client), prepared=True)
     if isinstance(found, Classified):
@@ -244,7 +249,7 @@ def _number(word: str) -> float:
 
 def _shown_columns(run: LoadedRun, own: Tested) -> list[str]:
     """The columns that matter most, where that is known; else the first."""
-    made = run.data.preparation
+    made = run.data.preprocessor
     assert made is not None
     effects = run.diagnostics().get("effects", {}).get("columns", [])
     names = [*effects, *(feature.name for feature in made.features)]

@@ -213,7 +213,7 @@ def _check_trackers(names: list[str]) -> None:
 
 def loading(progress: Progress, name: str, data_dir: Path | None) -> None:
     """Show that the data of this name is being loaded."""
-    from bpfed.data.load import names, source_of
+    from bpfed.data.datasets import names, source_of
     from bpfed.data.sources.pooled import locate
 
     if name not in names() or locate(source_of(name), data_dir) is not None:

@@ -57,7 +57,7 @@ def export(
         progress.close()
     checked = "" if format == "safetensors" else ", the same as predict on rows that were tried"
     Console().print(f"Model of '{client}' as {format}{checked}: {path}", style="bold", soft_wrap=True)
-    if run.data.preparation is not None:
+    if run.data.preprocessor is not None:
         Console().print(
             "It holds means, scales and words of the training rows, also those of a single row: whoever gets the file can read them.",
             soft_wrap=True,

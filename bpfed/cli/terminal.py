@@ -1,19 +1,15 @@
-"""Tables on the terminal, commands that are imported when called, and Ctrl-C while torch is being imported."""
+"""Tables on the terminal, and commands that are imported when called."""
 
 from __future__ import annotations
 
 import io
-import signal
 import sys
-import threading
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import FrameType, MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import typer
@@ -323,73 +319,3 @@ def _no_class_weights(ctx: Context, param: Parameter, given: str | None) -> None
             "There are no class weights in training, since predictions would no longer be the probabilities of the clients' "
             "own rows; train without, and say what mistakes cost: bpfed predict RUN --costs balanced, or --costs yes=10."
         )
-
-
-# --- Ctrl-C while torch is being imported: its libraries would abort the process, so it has to wait until they are there ---
-
-
-SLOW = "torch"
-
-
-@contextmanager
-def deferred() -> Iterator[None]:
-    """Let Ctrl-C wait until the end of the block; where it does something else than to interrupt, nothing changes."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    caught: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if caught:
-            raise KeyboardInterrupt
-
-
-class Whole(Loader):
-    """Loads a module as another loader does, and is not interrupted in that."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        with deferred():
-            self.loader.exec_module(module)
-
-
-class Finder(MetaPathFinder):
-    """Finds one module, by name, to be loaded by `Whole`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == self.name else None
-        if spec is not None and spec.loader is not None:
-            spec.loader = Whole(spec.loader)
-        return spec
-
-
-@contextmanager
-def imported_whole(name: str = SLOW) -> Iterator[None]:
-    """Inside of the block, a module that is imported is imported whole, whoever presses Ctrl-C."""
-    finder = Finder(name)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bpfed._util.imports import lazily
 
 if TYPE_CHECKING:
     from bpfed.comparison.candidates import VARIANTS, Candidate
@@ -14,15 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["VARIANTS", "Candidate", "Comparison", "Difference", "Tuning", "compare", "tune"]
 
 # Imported when first asked for: names of files and tables of a comparison need no torch.
-_HOME = {
-    **dict.fromkeys(("VARIANTS", "Candidate"), "candidates"),
-    **dict.fromkeys(("Comparison", "Difference"), "record"),
-    "compare": "runner",
-    **dict.fromkeys(("Tuning", "tune"), "tuning"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"bpfed.comparison.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'bpfed.comparison' has no attribute '{name}'")
+__getattr__ = lazily(
+    __name__,
+    {
+        **dict.fromkeys(("VARIANTS", "Candidate"), "bpfed.comparison.candidates"),
+        **dict.fromkeys(("Comparison", "Difference"), "bpfed.comparison.record"),
+        "compare": "bpfed.comparison.runner",
+        **dict.fromkeys(("Tuning", "tune"), "bpfed.comparison.tuning"),
+    },
+)

@@ -12,8 +12,7 @@ from markupsafe import Markup, escape
 from bpfed._util import text
 from bpfed.metrics.registry import Metric
 from bpfed.report import svg
-from bpfed.report.charts import BOTTOM, LEFT, TOP, last, settled
-from bpfed.report.rows import LETTER, LONGEST, PHONE, Row, across, bars, chart
+from bpfed.report.charts import BOTTOM, LEFT, LETTER, LONGEST, PHONE, TOP, Row, across, bars, chart, last, settled
 from bpfed.report.svg import Scale
 
 __all__ = ["Line", "Row", "bars", "convergence", "forest", "pooled", "small_reliability", "strips"]

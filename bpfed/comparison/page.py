@@ -27,7 +27,7 @@ def render(comparison: Comparison) -> str:
     return html.page(
         "comparison.html.j2",
         title=comparison.title,
-        facts=_facts(comparison),
+        details=_details(comparison),
         verdict=comparison.verdict,
         columns=columns,
         rows=[_row(comparison, name) for name in comparison.shown],
@@ -48,12 +48,12 @@ def write(comparison: Comparison, path: str | os.PathLike[str]) -> Path:
     return html.write_page(render(comparison), path)
 
 
-def _facts(comparison: Comparison) -> list[str]:
+def _details(comparison: Comparison) -> list[str]:
     run = comparison.first.summary
-    facts = [f"{run['protocol']} protocol"] if run.get("protocol", "own") != "own" else []
-    facts += [text.dealt(run["partition"])] if run.get("partition") else []
+    details = [f"{run['protocol']} protocol"] if run.get("protocol", "own") != "own" else []
+    details += [text.dealt(run["partition"])] if run.get("partition") else []
     return [
-        *facts,
+        *details,
         f"{comparison.words.time}s {', '.join(map(str, comparison.seeds))}",
         f"on {run.get('device', 'an unknown device')}",
     ]

@@ -182,12 +182,14 @@ class Comparison:
         """Whether a baseline is better than the reference, and which were not fitted; empty where none was asked for."""
         rivals = []
         for name, runs in self.baselines.items():
-            facts, found = next(iter(runs.values())).summary, self.difference(name)
+            summary, found = next(iter(runs.values())).summary, self.difference(name)
             mean = self.mean(name, "nll")
             known = math.isfinite(found.low)
             same = (found.mean > 0) == (mean > self.mean(self.reference, "nll"))  # over clients as over examples
             clear = found.clear and same if known else None
-            rivals.append(Rival(facts["title"], facts["pooled"], mean, found.lower, found.higher, found.pairs, clear))
+            rivals.append(
+                Rival(summary["title"], summary["pooled"], mean, found.lower, found.higher, found.pairs, clear)
+            )
         said = verdict(self.titles[self.reference], self.mean(self.reference, "nll"), rivals, tables.pairs(self))
         return " ".join(filter(None, (said, self.first.skipped_baselines)))
 
@@ -204,15 +206,15 @@ class Comparison:
     @property
     def title(self) -> str:
         """The comparison in one line of plain words."""
-        facts = self.first.summary
+        summary = self.first.summary
         counted = (
             (len(self.names), self.words.one),
             (len(self.seeds), self.words.time),
-            (facts.get("clients", 0), "client"),
-            (facts.get("rounds", 0), "round"),
+            (summary.get("clients", 0), "client"),
+            (summary.get("rounds", 0), "round"),
         )
         words = ", ".join(text.many(n, one) for n, one in counted)
-        return f"{self.words.kind.capitalize()} on {facts.get('data', 'unnamed data')}: {words}"
+        return f"{self.words.kind.capitalize()} on {summary.get('data', 'unnamed data')}: {words}"
 
     @property
     def measures(self) -> list[Metric]:
@@ -265,7 +267,7 @@ class Comparison:
         return difference(self.clients(name, metric), self.clients(reference or self.reference, metric))
 
     def differences(self, metric: str = "nll", baselines: bool = False) -> dict[str, Difference]:
-        """How a metric differs from the reference's, for each of the others, best NLL first; also for baselines if asked."""
+        """Differences in a metric from the reference, best NLL first; also of baselines if asked."""
         names = self.shown if baselines else self.ranking
         return {name: self.difference(name, metric) for name in names if name != self.reference}
 

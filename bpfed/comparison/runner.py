@@ -26,8 +26,8 @@ from bpfed.comparison.candidates import CSV, MARKDOWN, REPORT, REQUEST, RESULT, 
 from bpfed.comparison.record import METHODS_AND_SEEDS, Comparison, Vocabulary, baselines_of, chosen_reference
 from bpfed.config.schema import ROUNDS, changed, differences
 from bpfed.config.settings import Settings
+from bpfed.data.datasets import load
 from bpfed.data.federated import FederatedData
-from bpfed.data.load import load
 from bpfed.engine.federation import check_data, pick_device
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.methods.base import Method

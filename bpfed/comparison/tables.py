@@ -167,11 +167,11 @@ def table_csv(comparison: Comparison) -> str:
 
 def record(comparison: Comparison) -> dict[str, Any]:
     """All figures, as in ``comparison.json``."""
-    facts = comparison.first.summary
+    summary = comparison.first.summary
     return {
         "bpfed": __version__,
         "title": comparison.title,
-        **{key: facts.get(key) for key in ("data", "partition", "protocol", "rounds", "clients")},
+        **{key: summary.get(key) for key in ("data", "partition", "protocol", "rounds", "clients")},
         "seeds": comparison.seeds,
         "reference": comparison.reference,
         "bins": comparison.bins,

@@ -26,8 +26,8 @@ from bpfed.comparison.runner import displayed, run_cells
 from bpfed.config.migrations import constant, recipe_with
 from bpfed.config.schema import changed, fields_of
 from bpfed.config.settings import HIDDEN, Settings
+from bpfed.data.datasets import load
 from bpfed.data.federated import HELD, FederatedData, held_out
-from bpfed.data.load import load
 from bpfed.engine.federation import Federation
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.methods.base import Method

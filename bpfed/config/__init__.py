@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from bpfed._util.imports import lazily
 
 if TYPE_CHECKING:
     from bpfed.config.reader import Config, read
 
 __all__ = ["Config", "read"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        from bpfed.config import reader
-
-        return getattr(reader, name)
-    raise AttributeError(f"module 'bpfed.config' has no attribute '{name}'")
+__getattr__ = lazily(__name__, dict.fromkeys(__all__, "bpfed.config.reader"))

@@ -1,4 +1,4 @@
-"""What earlier versions have written or were given: settings that came later, were removed or renamed, states that changed."""
+"""Migrations: settings of earlier versions that are new, were removed or renamed, and states that changed."""
 
 from __future__ import annotations
 

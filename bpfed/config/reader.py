@@ -193,7 +193,7 @@ class Config:
 
     def tables(self, data_dir: DataDir = None) -> dict[str, Table]:
         """The tables that are asked for, by client; none where the data are no tables."""
-        from bpfed.data.load import is_table, tables
+        from bpfed.data.datasets import is_table, tables
 
         if not is_table(self.data.name):
             return {}
@@ -217,8 +217,7 @@ class Config:
 
         ``read`` are its tables, where they have been read already, and ``checked`` whether their columns have been checked.
         """
-        from bpfed.data import load
-        from bpfed.data.load import is_table
+        from bpfed.data.datasets import is_table, load
 
         # The number that a run noted of its own tables is no request, and if it is another now, they have changed.
         noted = bool(self.recorded.get("data")) and is_table(self.data.name)

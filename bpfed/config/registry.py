@@ -158,21 +158,29 @@ def _package(point: EntryPoint) -> str:
 
 
 def _of_its_package(point: EntryPoint) -> bool:
-    """Whether the module of an entry point would be read from the package that declares it; nothing of it is imported.
+    """Whether the module of an entry point, and the packages that it is in, would be read from the package that declares it.
 
-    Whoever trusts a package does not trust what another one, or a file in the working folder, has under the same name.
+    Nothing of it is imported. Whoever trusts a package does not trust what another one, or a file in the working folder,
+    has under the same name, nor what another one has put into its folder.
     """
+    from importlib.machinery import all_suffixes
     from importlib.util import find_spec
 
     if point.dist is None:
         return False
+    first, *inside = point.module.split(".")
     try:
-        spec = find_spec(point.module.partition(".")[0])
+        spec = find_spec(first)
     except (ImportError, ValueError):
         return True  # it cannot be imported, which is said when that is tried
     if spec is None:
         return True
-    found = [Path(place).resolve() for place in (spec.submodule_search_locations or [spec.origin or ""])]
+    places = [Path(place).resolve() for place in spec.submodule_search_locations or ()]
+    found = [Path(spec.origin).resolve()] if spec.origin is not None else places  # without a file: a namespace
+    for name in inside:
+        files = [f"{stem}{ending}" for stem in (name, f"{name}/__init__") for ending in all_suffixes()]
+        found = [*found, *(path.resolve() for place in places for file in files if (path := place / file).is_file())]
+        places = [place / name for place in places]
     own = [Path(str(point.dist.locate_file(file))).resolve() for file in point.dist.files or ()]
     checkout = _checkout(point)
     return all(
@@ -204,17 +212,17 @@ METHODS = Registry("method", "bpfed.methods", {
     "bpfed-linear": "bpfed.methods.linear:Linear",
     "fedavg": "bpfed.methods.fedavg:FedAvg",
     "fedavg-ft": "bpfed.methods.fedavg:FedAvgFT",
-    "local": "bpfed.methods.local:LocalOnly",
+    "local": "bpfed.methods.fedavg:LocalOnly",
     "perfedavg": "bpfed.methods.perfedavg:PerFedAvg",
     "pfedme": "bpfed.methods.pfedme:PFedMe",
     "pfedbayes": "bpfed.methods.pfedbayes:PFedBayes",
     "fedper": "bpfed.methods.fedper:FedPer",
-    "lg-fedavg": "bpfed.methods.lgfedavg:LGFedAvg",
-    "fedrep": "bpfed.methods.fedrep:FedRep",
+    "lg-fedavg": "bpfed.methods.fedper:LGFedAvg",
+    "fedrep": "bpfed.methods.fedper:FedRep",
     "fedsoul": "bpfed.methods.fedsoul:FedSOUL",
     "pfedvem": "bpfed.methods.pfedvem:PFedVEM",
     "ditto": "bpfed.methods.ditto:Ditto",
-    "fedbabu": "bpfed.methods.fedbabu:FedBABU",
+    "fedbabu": "bpfed.methods.fedper:FedBABU",
 })
 DATASETS = Registry("dataset", "bpfed.datasets", (
     "digits", "mnist", "fmnist", "cifar10", "breast-cancer", "heart-disease", "wisdm", "wisdm-later",

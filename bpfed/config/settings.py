@@ -294,8 +294,9 @@ class Settings(Checked):
     more."""
     sets: Literal["auto", "class", "pooled", "client"] = "auto"
     """How prediction sets and intervals are calibrated: ``client``, from each client's own calibration examples
-    alone, so that those of a client with few hold everything; ``pooled``, from these and, as if they were 50 more,
-    those of all clients; ``class``, likewise for each class, so that each is held as often; ``auto``, by class if
+    alone, so that those of a client with few hold everything; ``pooled``, from these and, as if they were 50 more
+    (200 for intervals), those of all clients; ``class``, for each class, so that each is held as often, from ranks
+    among what the client's own model predicts, those of all clients as if they were 100 more; ``auto``, by class if
     the clients together have 20 calibration examples of each class, and else pooled."""
     scaling: Literal["none", "client"] = "none"
     """``client``: each client's probabilities become p^(1/T) / Z with a temperature T fitted to its calibration

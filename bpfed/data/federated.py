@@ -168,7 +168,7 @@ class FederatedData:
         protocol: ``"paper"`` for the paper's six cells, else ``"own"``.
         test_fraction: The part of each client's examples that was held out; None where numbers were given instead.
         seed: Which examples went where; None where nothing was drawn.
-        preparation: How tables became these inputs and targets, to do the same to new rows; None for arrays.
+        preprocessor: How tables became these inputs and targets, to do the same to new rows; None for arrays.
         calibration: Examples that nobody trains on and predictions are calibrated with (see `hold_out`); may be None.
         notes: What whoever trains on them should know, in words.
     """
@@ -184,7 +184,7 @@ class FederatedData:
     protocol: str = "own"
     test_fraction: float | None = None
     seed: int | None = None
-    preparation: Preprocessor | None = None
+    preprocessor: Preprocessor | None = None
     calibration: Examples | None = None
     notes: tuple[str, ...] = ()
 
@@ -225,8 +225,8 @@ class FederatedData:
         class, that part rounded up or down. Every example of a client has the same chance. Which ones they are depends
         on ``seed``, the client's name and the order of its examples, and on no other client.
 
-        If the tables are held out by time or order (`Preprocessor.holdout`), the last ones are moved, whatever the seed. If by
-        group, whole groups are, about as many examples, and none of a client that has one group.
+        If the tables are held out by time or order (`Preprocessor.holdout`), the last ones are moved, whatever the
+        seed. If by group, whole groups are, about as many examples, and none of a client that has one group.
         """
         if self.calibration is not None:
             raise UserError(f"'{self.name}' already has calibration examples; leave the setting 'calibration' at 0.")
@@ -262,7 +262,7 @@ class FederatedData:
     @property
     def holdout(self) -> Holdout | None:
         """By which column training examples are held out; None: they are drawn at random."""
-        made = self.preparation if self.train.keys is not None else None
+        made = self.preprocessor if self.train.keys is not None else None
         return None if made is None else Holdout.of(made.holdout)
 
     def _drawn(self, held: Tensor, key: Tensor) -> Tensor:

@@ -199,10 +199,10 @@ class Holdout:
 
     def _times(self, column: Categorical, name: str) -> np.ndarray:
         """Microseconds of dates that are written as text, ``[n]`` int64."""
-        read = [self._date(word, name) for word in column.levels]
+        read = [self._date(word, name) for word in column.categories]
         zoned = [date.tzinfo is not None for date in read]
         if any(zoned) and not all(zoned):
-            one, other = column.levels[zoned.index(True)], column.levels[zoned.index(False)]
+            one, other = column.categories[zoned.index(True)], column.categories[zoned.index(False)]
             raise UserError(
                 f"Column '{self.column}' of '{name}' has dates with a time zone and without, such as '{one}' and "
                 f"'{other}'; write all alike."

@@ -12,8 +12,8 @@ import torch
 
 from bpfed._util.errors import UserError
 from bpfed._util.files import DataDir, write_whole
+from bpfed.data.datasets import names, source_of
 from bpfed.data.federated import Examples, FederatedData
-from bpfed.data.load import names, source_of
 from bpfed.data.partition import CELLS
 from bpfed.data.sources.pooled import entry, locate
 from bpfed.data.tabular.table import Table, any_of
@@ -169,11 +169,11 @@ def _mix(axes: Axes, data: FederatedData, rows: int) -> None:
 
 
 def _targets(axes: Axes, data: FederatedData, rows: int) -> None:
-    units = data.preparation.in_units if data.preparation is not None else lambda y: y
+    units = data.preprocessor.in_units if data.preprocessor is not None else lambda y: y
     targets = [units(data.train.client(i)[1]).numpy() for i in range(rows)]
     means, spreads = [float(t.mean()) for t in targets], [float(t.std()) for t in targets]
     axes.errorbar(means, range(rows), xerr=spreads, fmt="o", capsize=2, markersize=4)
-    word = data.preparation.target if data.preparation is not None else "target"
+    word = data.preprocessor.target if data.preprocessor is not None else "target"
     axes.set_xlabel(_plain(f"{word}, mean ± standard deviation in training (number of examples)"))
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from bpfed._util.errors import UserError, hint
-from bpfed._util.files import PLAN, SERVER, to_toml, write_whole
+from bpfed._util.files import PLAN, SERVER, renamed, to_toml, write_whole
 
 _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 #: What a host may be called.
 HOST = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
 
+#: Settings that had another name before 0.12, in folders of deployments that were made then.
+RENAMED = {"preparation": "preprocessing", "preparation_sha256": "preprocessing_sha256"}
 #: Settings that are lists, each with an example.
 LISTS = {"sites": ["a", "b"], "plugins": ["bpfed-scaffold==1.0"]}
 
@@ -58,9 +60,10 @@ class Plan:
         delta: With noise, the δ that ε is computed for.
         epsilon: With noise, the site takes part until this ε is spent; 0: always.
         bind: Of the server's own: the address of its machine to listen at; empty: that of the host in ``address``.
-        preparation: File beside this one with the preparation that all have agreed on (`bpfed.data.tabular.preprocessing`); then
-            no site tells anything of its columns. Empty: it is made of what sites tell.
-        preparation_sha256: SHA-256 of that file.
+        preprocessing: File beside this one with the preprocessing that all have agreed on
+            (`bpfed.data.tabular.preprocessing`); then no site tells anything of its columns. Empty: it is made of what
+            sites tell.
+        preprocessing_sha256: SHA-256 of that file.
         minimum: Of a site's own: whatever is told of its rows is of so many at least.
         classes: Of a site's own: most classes that there may be, other sites' included.
         asks_per_round: Of a site's own: how often a day the server may ask for one round, for training or scores.
@@ -86,8 +89,8 @@ class Plan:
     delta: float = 1e-5
     epsilon: float = 0.0
     bind: str = ""
-    preparation: str = ""
-    preparation_sha256: str = ""
+    preprocessing: str = ""
+    preprocessing_sha256: str = ""
     minimum: int = Limits.minimum
     classes: int = Limits.classes
     asks_per_round: int = Limits.asks_per_round
@@ -136,11 +139,11 @@ class Plan:
                 f"{where} needs {self.min_replies} replies from {len(self.sites)} sites; lower min_replies."
             )
         if (
-            bool(self.preparation) is not bool(self.preparation_sha256)
-            or Path(self.preparation).name != self.preparation
+            bool(self.preprocessing) is not bool(self.preprocessing_sha256)
+            or Path(self.preprocessing).name != self.preprocessing
         ):
             raise UserError(
-                f"{where} must name both the preparation, a file beside it, and its SHA-256, preparation_sha256; set "
+                f"{where} must name both the preprocessing, a file beside it, and its SHA-256, preprocessing_sha256; set "
                 "both or none."
             )
         if not 0.0 < self.delta < 1.0:
@@ -179,7 +182,7 @@ class Plan:
         """Read the file of a folder, or say in one sentence why it cannot be."""
         path = folder / PLAN
         try:
-            found: dict[str, Any] = tomllib.loads(path.read_text())
+            found: dict[str, Any] = renamed(tomllib.loads(path.read_text()), RENAMED)
         except FileNotFoundError:
             raise no_deployment(folder) from None
         except (OSError, ValueError) as error:

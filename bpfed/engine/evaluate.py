@@ -16,7 +16,7 @@ from bpfed.config.settings import MOST_EVALUATED, Settings
 from bpfed.data.federated import Examples, FederatedData, untested
 from bpfed.engine.local import threads
 from bpfed.inference import inputs
-from bpfed.inference.calibration import Calibration, Scales, by_client, counted, fewest
+from bpfed.inference.calibration import Calibration, Ranks, Scales, by_client, counted, fewest
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.predictive import How, Predictive
 from bpfed.inference.rng import Purpose, words
@@ -33,7 +33,7 @@ BLOCK = 8_000_000
 WIDE = {"cpu": 256, "cuda": 2048}
 #: Calibration examples of each class that the clients must have together for sets that hold each class alike.
 EACH_CLASS = 20
-#: Training examples of a client at most that help to find the scale of its errors; more would tell little.
+#: Training examples of a client at most that help to find the scale of its errors, or ranks; more would tell little.
 TRAINED = 200
 #: Below this many test examples times weights an evaluation runs on one thread (see `bpfed.engine.local`).
 SMALL = 200_000_000
@@ -141,28 +141,30 @@ def _calibrate(
     if federation.settings.scaling == "client":
         ones = task.temperatures(found)
     order, sets = by_client(scores, found.offsets), sets_of(federation.settings, federation.data)
-    scores, classes, pool, scales = scores[order], None, None, None
+    scores, regions = scores[order], str(task.regions)
+    classes = pool = scales = ranks = None
     if sets != "client":
         classes = found.y.cpu()[order] if sets == "class" else None
         rows = federation.data.classes if sets == "class" else 1
         everyone, divided = torch.tensor([0, len(scores)]), scores
         if task.residual_scores:
-            scales = Scales.of(scores, found.offsets, _trained(federation, clients, tuned, how, draws))
+            fitted = _trained(federation, clients, tuned, how, draws)
+            scales = Scales.of(scores, found.offsets, (task.conformal_scores(fitted).cpu(), fitted.offsets))
             divided, _ = scales.divided(scores, found.offsets)
-        pool = counted(divided, classes, everyone, rows, task.regions)[0]
+        if classes is not None and len((fitted := _trained(federation, clients, tuned, how, draws)).y):
+            regions, ranks = "ranks", Ranks.of(fitted.parts[0].cpu(), fitted.offsets)
+            divided = ranks.ranked(scores, classes, found.offsets)
+        pool = counted(divided, classes, everyone, rows, regions)[0]
     labels = found.y.cpu()[order] if task.sets_by_class and classes is None else None
-    return Calibration(how, draws, ones, scores, found.offsets, classes, pool, task.regions, scales, labels)
+    return Calibration(how, draws, ones, scores, found.offsets, classes, pool, regions, scales, labels, ranks)
 
 
-def _trained(
-    federation: Federation, clients: Tensor, tuned: State | None, how: How, draws: int
-) -> tuple[Tensor, Tensor]:
-    """Conformal scores of training examples of each client, `TRAINED` at most, ``[E]``; and offsets, ``[C + 1]``."""
+def _trained(federation: Federation, clients: Tensor, tuned: State | None, how: How, draws: int) -> Predicted:
+    """What clients predict for their training examples, `TRAINED` of each at most."""
     train = federation.data.train
     place = torch.arange(len(train.y)) - train.offsets[:-1].repeat_interleave(train.sizes)
     some = train.where((place < TRAINED).to(train.y.device))
-    found = _predict(federation, some, clients, tuned, how, draws)
-    return federation.data.task_type.conformal_scores(found).cpu(), found.offsets
+    return _predict(federation, some, clients, tuned, how, draws)
 
 
 def _predict(

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: Draws of clients, rounds x clients, up to which it is worked out beforehand who will never be drawn.
 FORESEEN = 20_000_000
 
-# --- What can be said against a run before any example is looked at ---------------------------------------------------
+# --- Checks before any example is used --------------------------------------------------------------------------------
 
 
 def check_data(data: object) -> None:
@@ -46,12 +46,12 @@ def check_data(data: object) -> None:
 
 
 def suited(method: AnyMethod, settings: Settings, clients: int, own: bool = False) -> Settings:
-    """The settings with what the method is made for where they leave it open: the network, and who takes part.
+    """The settings, with the method's defaults for the network and the participants where they are open.
 
     Args:
-        method: Of the run.
+        method: The method.
         settings: As they were given.
-        clients: How many there are.
+        clients: Number of clients.
         own: Whether the network is the user's own.
     """
     if settings.network == "auto" and not own:
@@ -62,7 +62,7 @@ def suited(method: AnyMethod, settings: Settings, clients: int, own: bool = Fals
 
 
 def check_layout(method: AnyMethod, model: Model) -> None:
-    """Raise a `UserError` if ``personal``, by whatever name or pattern, leaves a method without weights it needs."""
+    """Raise a `UserError` if ``personal`` leaves a method without the shared or personal weights that it needs."""
     layout = model.layout
     found = {"shared": layout.shared, "personal": layout.personal}
     for part in method.needs:
@@ -80,10 +80,10 @@ def check_run(
     """Raise a `UserError` if method and settings cannot be run together.
 
     Args:
-        method: What clients and server do.
-        settings: How.
-        clients: How many there are.
-        task: Of their data; None: it is not known yet, and what depends on it is not checked.
+        method: The method.
+        settings: The settings of the run.
+        clients: Number of clients.
+        task: Name of the task; None: it is not known yet, and what depends on it is not checked.
         calibrated: Whether the data have calibration examples of their own.
     """
     method.check()
@@ -128,22 +128,22 @@ class Federation:
     """One method on one dataset with one seed.
 
     Attributes:
-        method: What clients and server do.
-        data: What they do it on.
-        settings: How.
+        method: The method.
+        data: The data of all clients.
+        settings: The settings of the run.
         model: The network as a function of flat weights, on the device.
         device: Where the arithmetic runs.
         shared: The server's state.
         store: The clients' states.
-        ids: A word for each client's name, ``[N]`` uint64; all randomness of a client follows it.
+        ids: A hash of each client's name, ``[N]`` uint64, from which the client's random numbers are derived.
         round: Rounds done.
         training: Local training, with what it has traced; made when first needed.
         base: Where this federation's training examples begin among those of ``training``, which others may share.
-        taken: A round, and how often each client was drawn up to it, ``[N]``; counted when first needed.
-        run_of_all: The run, where this is one site of it by itself; None: all its clients are here.
+        taken: A round and how often each client was drawn up to it, ``[N]``; counted when first needed.
+        run_of_all: The shape of the whole run, where this is a single site of it; None: all clients are here.
         learnt_temperature: The calibration temperature that calibration pilots found; None: there were none.
-        lengths: How far the newest uploads that were used moved each tensor of the server's state.
-        computed: Examples, and the same as the model takes them (see `inputs`).
+        lengths: Norms of the newest accepted updates, by tensor of the server's state.
+        computed: Examples, and these as the model takes them (see `inputs`).
     """
 
     method: AnyMethod
@@ -173,7 +173,7 @@ class Federation:
         likelihood: Likelihood | None = None,
         folder: Path | None = None,
     ) -> Federation:
-        """Before the first round. ``folder`` is where a file of personal states may be kept."""
+        """A federation before its first round. ``folder`` is for a file of personal states."""
         if not isinstance(method, Method):
             raise UserError(f"The method is {method!r}, but must be one such as bpfed.methods.BPFed().")
         if why := unfit(type(method)):
@@ -211,7 +211,7 @@ class Federation:
     def of(
         cls, method: AnyMethod, data: FederatedData, settings: Settings, model: Model, folder: Path | None = None
     ) -> Federation:
-        """All clients and the server in their first states, on the device of ``model``."""
+        """A federation with the first states of server and clients, on the device of ``model``."""
         settings = settings if settings.members else replace(settings, members=model.members)
         check_layout(method, model)
         if settings.clip > 0.0:
@@ -224,10 +224,7 @@ class Federation:
         return len(self.data)
 
     def inputs(self, examples: Examples) -> Examples:
-        """Examples of this federation as its model takes them: with the outputs of a frozen part that comes first.
-
-        These are computed once.
-        """
+        """The examples as the model takes them: where its first part is frozen, with the outputs of that, computed once."""
         if self.model.backbone is None:
             return examples
         for raw, found in self.computed:
@@ -243,10 +240,10 @@ class Federation:
         return self.round >= self.settings.rounds
 
     def participants(self, round_: int) -> Tensor:
-        """Indices of the clients that train and return in this round, in the order of their words, ``[S]``.
+        """Indices of the clients that train and return in this round, in the order of their `ids`, ``[S]``.
 
-        Every client has a random rank in every round, and the lowest ranks take part: uniform without replacement, and
-        a client's rank depends on nobody else. With Poisson sampling all ranks below a threshold do.
+        Each client has a random rank in each round, which depends on its name alone. The lowest ranks take part: uniform
+        sampling without replacement. With Poisson sampling, all ranks below a threshold take part.
         """
         drawn = self._drawn(round_)
         drawn = drawn[np.argsort(self.ids[drawn], kind="stable")]
@@ -269,7 +266,7 @@ class Federation:
         """ε of the rounds so far, for ``settings.delta`` (see `bpfed.aggregation.privacy`); None where no noise is added.
 
         Args:
-            secret: Whether Poisson sampling may be counted on: whoever knows the seed knows who took part.
+            secret: Whether nobody knows the seed, so that Poisson sampling adds to privacy.
         """
         settings, count = self.settings, self.settings.per_round(len(self))
         if settings.noise == 0.0:
@@ -307,7 +304,7 @@ class Federation:
         return rng.keys(self.settings.seed, round_, purpose, self.ids[clients.numpy()]).to(self.device)
 
     def hparams(self, round_: int, clients: Tensor) -> dict[str, Tensor]:
-        """The method's numbers in this round (from 1) for these clients, ``[S]`` each; lr as scheduled."""
+        """Hyperparameters of these clients in a round (from 1), ``[S]`` each, with the scheduled step size."""
         hparams = self.method.hparams_for_run(self.run_shape, self.data.train.sizes[clients])
         hparams["lr"] = self._schedule(round_) * hparams["lr"]
         return {n: values.to(self.device) for n, values in hparams.items()}
@@ -319,7 +316,7 @@ class Federation:
 
     @property
     def run_shape(self) -> RunShape:
-        """The run, as the method's numbers know it."""
+        """The properties of the run that the method's hyperparameters may depend on."""
         settings, all_here = self.settings, len(self)
         if self.run_of_all is not None:
             return self.run_of_all
@@ -342,7 +339,7 @@ class Federation:
         return not self.finished and bool(self.method.tuning(self.settings.epochs))
 
     def ready(self, clients: Tensor) -> State:
-        """What `Method.predictive` gets of these clients: their personal states, tuned where the method asks for it."""
+        """Personal states of these clients for `Method.predictive`, fine-tuned where the method asks for it."""
         return self.tuned(clients) if self.untuned else self.personal(clients)
 
     def tuned(self, clients: Tensor) -> State:
@@ -361,7 +358,7 @@ class Federation:
         return self._training().in_chunks(rows_, min(chunk, len(clients)), phases).personal
 
     def settle(self) -> None:
-        """After the last round: every client keeps the state that it predicts with, which then needs no data."""
+        """After the last round: store the state that each client predicts with, so that predictions need no data."""
         if self.method.tuning(self.settings.epochs):
             for clients in torch.arange(len(self)).split(SETTLED):
                 self.store.put(clients, self.tuned(clients))
@@ -391,9 +388,10 @@ class Federation:
         return self.training
 
     def receive(self, clients: Tensor, uploads: State, personal: State) -> dict[str, str]:
-        """End a round: the server aggregates the uploads, each client keeps its own. No uploads: only noise changes.
+        """End a round: the server aggregates the uploads, and each client stores its new personal state.
 
-        A client whose upload is refused keeps its old state, as if it had been away.
+        A client whose upload is refused keeps its old state, as if it had been away. Without uploads the server's state
+        changes by privacy noise alone.
 
         Returns:
             Why uploads were refused, by client.
@@ -428,19 +426,19 @@ class Federation:
 
     @property
     def by_size(self) -> bool:
-        """Whether an upload weighs as many as its client has examples, which nobody can check."""
+        """Whether uploads are weighted by the clients' numbers of examples, which the server cannot check."""
         settings = self.settings
         if settings.weighting == "auto":
             return self.method.weighting == "size" and settings.noise == 0.0 and settings.trim is None
         return settings.weighting == "size"
 
     def judge(self, uploads: State) -> Judged:
-        """Which of S uploads of the round in progress are used, and why the others are not; S is at least 1."""
+        """Which uploads of the round in progress, one or more, are accepted, and why others are not."""
         return judged(self.method, self.settings, self.shared, uploads, self.lengths, *self._first)
 
     @cached_property
     def _first(self) -> tuple[float, dict[str, tuple[float, float]]]:
-        """Of the server's first state the norm of the weights and means, and the range of each tensor of σ."""
+        """The norm of the weights and means in the server's first state, and the range of each of its tensors of σ."""
         first = self.method.init(self.model).shared
         return size_of(self.method, first), sigmas_of(self.method, first)
 
@@ -453,8 +451,8 @@ class Federation:
     def combined(self, uploads: State, weights: Tensor, draw: Draw | None = None) -> State:
         """The server's state after the round in progress, from S uploads and their weights ``[S]``.
 
-        ``draw`` is where noise for privacy comes from; None: it follows from the seed, as all does in a simulation.
-        Whoever means to keep something private gives `bpfed.aggregation.privacy.secret_normal`.
+        ``draw`` gives the noise for privacy; None: it is derived from the seed, as in a simulation. For real privacy,
+        use `bpfed.aggregation.privacy.secret_normal`.
         """
         key = rng.key(self.settings.seed, Purpose.PRIVACY, self.round + 1).to(self.device)
         return combined(
@@ -469,14 +467,14 @@ class Federation:
 
 
 def _some(count: int) -> list[int]:
-    """Places of a few of so many examples, the first two among them and others from all over."""
+    """Indices of a few of ``count`` examples: the first two, and some spread over the rest."""
     return sorted({*range(min(2, count)), *(count * k // 4 for k in range(1, 4)), count - 1} - {-1})
 
 
 def pick_device(name: str, tf32: bool = True) -> torch.device:
-    """``auto`` is CUDA where there is one; there ``tf32`` says how matrix products and convolutions are computed.
+    """The device of that name; ``auto`` is CUDA if there is any. ``tf32`` allows TF32 in matrix products and convolutions.
 
-    Convolutions are PyTorch's repeatable ones, so that a run and its repetition on the same GPU are equal.
+    Convolutions are deterministic, so that a repeated run on the same GPU gives the same result.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device is 'cuda', but no CUDA device is available here; use 'cpu' or 'auto'.")

@@ -3,11 +3,12 @@ robustness, then the method's own rule.
 
 An upload is bounded in two ways (`judged`). Standard deviations must be within a factor of the server's; and since a
 client could use that factor in every round, those that are as far from the first ones must be near the round's median.
-Weights and means must not have moved much further than is usual, which is the median of this round's uploads and of the newest ones
-of earlier rounds. The size of the first weights is one more value of that median, and moving no further than `ALWAYS`
-times that size is always allowed; so there is a bound in the first round too, and for one or two clients, and clients that move a lot
-among many that hardly move are not refused. With one client in the first round, or one of two that lies, the bound is no
-tighter than `Settings.max_update_ratio` times the size of the first weights: there is nobody to compare with.
+Weights and means must not have moved much further than is usual, which is the median of this round's uploads and of the
+newest ones of earlier rounds. The size of the first weights is one more value of that median, and moving no further
+than `ALWAYS` times that size is always allowed; so there is a bound in the first round too, and for one or two clients,
+and clients that move a lot among many that hardly move are not refused. With one client in the first round, or one of
+two that lies, the bound is no tighter than `Settings.max_update_ratio` times the size of the first weights: there is
+nobody to compare with.
 
 An upload of an earlier round that is sent again, and one that is a single number throughout, are refused as well.
 """

@@ -31,7 +31,7 @@ _KINDS: tuple[Callable[[Federation], object], ...] = (
 
 @dataclass(frozen=True)
 class RoundInfo:
-    """What is reported of a round.
+    """A report on a round.
 
     Attributes:
         participants: How many uploads were used.
@@ -92,14 +92,14 @@ class Simulator:
         return infos
 
     def _train(self, parts: list[Rows]) -> Finished[State, State]:
-        """All rows in chunks, back in their own order."""
+        """Train all rows in chunks; the results are in the order of the rows."""
         if not sum(len(part) for part in parts):
             return Finished((), (), {})
         everyone = parts[0] if len(parts) == 1 else _concatenate(parts)
         return self.train.in_chunks(everyone, self._chunk()[0])
 
     def _chunk(self) -> tuple[int, int]:
-        """How many clients train side by side, and how many are drawn, whoever of them fails to return."""
+        """The number of clients that are stacked, and the number drawn, with those that will fail to return."""
         drawn = sum(f.settings.per_round(len(f)) for f in self.federations)
         first = self.federations[0]
         held = held_by(first.method, first.model)
@@ -117,7 +117,7 @@ class Simulator:
         phases = self.federations[0].method.phases(self.settings.epochs)
         mean = float(batches.double().mean())
         steps = sum(phase.batches * phase.repeats or mean * phase.epochs for phase in phases)
-        # Of all rounds, though some may be done: a run that goes on computes as it began.
+        # All rounds count, also those that are done: a resumed run decides as it did at its start.
         rounds = max(f.settings.rounds for f in self.federations)
         shapes = len({(int(count) - 1).bit_length() for count in batches.unique()}) * len({p.name for p in phases})
         return worth_compiling(steps * rounds * -(-drawn // chunk), shapes)

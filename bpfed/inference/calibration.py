@@ -10,6 +10,9 @@ training.
 - *Pooled sets*: a client with few examples borrows from the others. Each counts its scores on a fixed grid, by class if
   sets are to hold each class alike, and the counts of all clients are added. A client's bound is the quantile of its own
   counts and of the sum, which weighs as much as `POOLED` examples of its own (`pooled_bounds`).
+- *Ranks*: how probable a class is where it is right differs between clients too, with their inputs and with how frequent
+  the class is. So a score of a class first becomes its rank among those that the client's own model predicts for the
+  class on training inputs (`Ranks`). A bound of the rank is a bound of its own for the score at each client.
 - *Scales*: how far targets lie from their predictions differs between clients. So scores of numbers are first divided
   by their client's scale, which is shrunk to that of all clients (`Scales`). Training examples help to find it.
 """
@@ -37,11 +40,17 @@ STEPS = 60
 FARTHEST = 10.0
 #: Cells of the grid on which scores are counted.
 CELLS = 1000
-#: Log odds of a score of sets, and logarithm of one of intervals, at the ends of the grid.
-GRID = {"sets": 12.0, "intervals": 6.0}
+#: Log odds of a score of sets or of a rank, and logarithm of a score of intervals, at the ends of the grid.
+GRID = {"sets": 12.0, "ranks": 12.0, "intervals": 6.0}
 #: The scores of all clients weigh as much in a client's bound as so many of its own. Scores of intervals are divided by
-#: their client's scale first, so what is left to differ between clients is the form of their distribution.
-POOLED = {"sets": 50.0, "intervals": 200.0}
+#: their client's scale first, and ranks are those of the client, so less is left there to differ between clients.
+POOLED = {"sets": 50.0, "ranks": 100.0, "intervals": 200.0}
+#: Places between the log odds −GRID["sets"] and GRID["sets"] at which ranks are computed.
+STEPS_OF_RANKS = 257
+#: The least standard deviation of a client's log odds; three steps between those places.
+NARROWEST = 0.25
+#: The part of a rank that is the score itself. Where a client's model expects no example, ranks still rise with it.
+BLENDED = 0.01
 #: The least and the most that the scale of all clients weighs in a client's, in examples of its own.
 WEAKEST, STRONGEST = 1.0, 1e6
 #: Counts of scores that are held at a time.
@@ -109,6 +118,124 @@ class Scales(NamedTuple):
         prior, weight = told[:, 0] + self.strength * self.square, told[:, 1] + self.strength
         others = torch.maximum(sums[owner] - squares + prior[owner], prior[owner]) / (sizes + weight - 1.0)[owner]
         return scores.double() / others.sqrt(), ((sums + prior) / (sizes + weight)).sqrt()
+
+
+class Ranks(NamedTuple):
+    """How a score of a class at a client becomes its rank among those that the client's model predicts for the class.
+
+    The log odds z of class k over a client's inputs are taken as Gaussian, and an input with z is of class k with the
+    predicted probability σ(z). So the predicted share of the client's examples of class k that are at least as probable is
+
+        r(z) = ∫_z^∞ φ((t − m)/s) σ(t) dt / ∫ φ((t − m)/s) σ(t) dt,
+
+    which rises with the score 1 − σ(z). It depends on nothing but the client's training inputs and its model, so ranks of
+    calibration examples and of new ones are as exchangeable as their scores. `BLENDED` of it is the score itself.
+
+    Attributes:
+        mean: m of each client and class, ``[N, K]`` float64; sums over training inputs, shrunk to those of all clients.
+        deviation: s of each client and class, ``[N, K]``, likewise.
+        common: m and s of all clients, ``[2, K]``.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+    common: Tensor
+
+    @classmethod
+    def of(cls, probs: Tensor, offsets: Tensor) -> Ranks:
+        """From the predictions of each client for its training inputs, ``[E, K]`` with ``[N + 1]`` offsets.
+
+        What differs between clients decides how far the mean and variance of one are shrunk to those of all: the variance
+        within clients divided by that between them is the number of examples that all clients weigh.
+        """
+        owner, clients = owners(offsets, probs)
+        odds = _log_odds(1.0 - probs)
+        sums, squares = (torch.zeros(clients, odds.shape[1], dtype=torch.float64) for _ in range(2))
+        sums, squares = sums.index_add_(0, owner, odds), squares.index_add_(0, owner, odds.square())
+        sizes = offsets.diff().double()[:, None]
+        total, some = sizes.sum().clamp(min=1.0), (sizes > 0).sum()
+        mean, own = sums.sum(0) / total, (sums.square() / sizes.clamp(min=1.0)).sum(0)
+        within = (squares.sum(0) - own).clamp(min=0.0) / (total - some).clamp(min=1.0)
+        between = own - total * mean.square() - (some - 1.0) * within
+        weight = _weights(within, between, sizes)
+        means = (sums + weight * mean) / (sizes + weight)
+        # A variance of n Gaussian numbers has twice its square, divided by n − 1, as its own variance.
+        freedom, noise = (sizes - 1.0).clamp(min=0.0), 2.0 * within.square()
+        each = (squares - sums.square() / sizes.clamp(min=1.0)).clamp(min=0.0) / freedom.clamp(min=1.0)
+        between = (freedom * (each - within).square()).sum(0) - ((freedom > 0).sum() - 1.0) * noise
+        weight = _weights(noise, between, freedom)
+        around = (squares - 2.0 * means * sums + sizes * means.square()).clamp(min=0.0)
+        variance = (around + weight * within) / (sizes + weight)
+        common = torch.stack([mean, within.sqrt().clamp(min=NARROWEST)])
+        # As few digits as make no difference, since a run keeps them for each client and class.
+        return cls(*(torch.round(t, decimals=3) for t in (means, variance.sqrt().clamp(min=NARROWEST), common)))
+
+    def take(self, clients: slice) -> Ranks:
+        """Those of some of the clients."""
+        return self._replace(mean=self.mean[clients], deviation=self.deviation[clients])
+
+    @property
+    def unknown(self) -> Ranks:
+        """Those of one client of which nothing is known."""
+        return self._replace(mean=self.common[:1], deviation=self.common[1:])
+
+    def ranked(self, scores: Tensor, classes: Tensor, offsets: Tensor) -> Tensor:
+        """The ranks of scores 1 − p of these classes, ``[E]``."""
+        owner, _ = owners(offsets, scores)
+        place, odds, found = owner * self.mean.shape[1] + classes, _log_odds(scores), []
+        for some in torch.arange(len(scores)).split(BLOCK // CELLS):
+            # Examples of one client and class have one table; neighbours are of few clients.
+            pairs, own = torch.unique(place[some], return_inverse=True)
+            table = _rank_table(self.mean.flatten()[pairs], self.deviation.flatten()[pairs])
+            found.append(_ranked(odds[some], table, own))
+        return torch.cat(found)
+
+    def scores(self, ranks: Tensor) -> Tensor:
+        """The scores of each client and class that have these ranks, ``[N, K]``; what is infinite stays so."""
+        table = _rank_table(self.mean, self.deviation)
+        odds = torch.logit(ranks.clamp(1e-300, 1.0)).clamp(max=1e6)
+        # Log odds of ranks fall with the places; the one above and below, and a line between them.
+        above = torch.searchsorted(-table, -odds[..., None].contiguous()).clamp(1, STEPS_OF_RANKS - 1)
+        high, low = table.gather(-1, above - 1)[..., 0], table.gather(-1, above)[..., 0]
+        step = 2.0 * GRID["sets"] / (STEPS_OF_RANKS - 1)
+        at = (above[..., 0] - 1 + ((high - odds) / (high - low)).clamp(0.0, 1.0)) * step - GRID["sets"]
+        # Log odds are clamped, so that those at the lower end may be any that are as low.
+        found = torch.where(odds >= table[..., 0], 1.0, torch.sigmoid(-at))
+        return found.masked_fill(ranks.isinf(), math.inf)
+
+
+def _log_odds(scores: Tensor) -> Tensor:
+    """Of the probability 1 − score; float64."""
+    return torch.logit(1.0 - scores.double(), eps=1e-15).clamp(-GRID["sets"], GRID["sets"])
+
+
+def _weights(within: Tensor, between: Tensor, sizes: Tensor) -> Tensor:
+    """How many examples all clients weigh, ``[K]``, where a sum of squares between them is this much above chance."""
+    total = sizes.sum()
+    variance = between / (total - sizes.square().sum() / total.clamp(min=1.0)).clamp(min=1e-9)
+    weight = torch.where(variance > 0.0, within / variance.clamp(min=1e-300), STRONGEST).clamp(WEAKEST, STRONGEST)
+    return weight if int((sizes > 0).sum()) > 1 else torch.full_like(weight, STRONGEST)
+
+
+def _rank_table(mean: Tensor, deviation: Tensor) -> Tensor:
+    """Log odds of the rank at each of `STEPS_OF_RANKS` places from the least probable to the most, ``[..., STEPS_OF_RANKS]``."""
+    places = torch.linspace(-GRID["sets"], GRID["sets"], STEPS_OF_RANKS, dtype=torch.float64)
+    logs = -0.5 * ((places - mean[..., None]) / deviation[..., None]).square() + torch.nn.functional.logsigmoid(places)
+    mass = torch.softmax(logs, -1)
+    below = mass.cumsum(-1) - 0.5 * mass
+    above = mass.flip(-1).cumsum(-1).flip(-1) - 0.5 * mass
+    return torch.log(
+        ((1.0 - BLENDED) * above + BLENDED * torch.sigmoid(-places))
+        / ((1.0 - BLENDED) * below + BLENDED * torch.sigmoid(places))
+    )
+
+
+def _ranked(odds: Tensor, table: Tensor, own: Tensor) -> Tensor:
+    """The ranks at these log odds, ``[E]``, by lines between the places of each one's table, ``table[own]``."""
+    at = (odds + GRID["sets"]) * (STEPS_OF_RANKS - 1) / (2.0 * GRID["sets"])
+    first = at.floor().clamp(0, STEPS_OF_RANKS - 2).long()
+    low, high = table[own, first], table[own, first + 1]
+    return torch.sigmoid(low + (at - first) * (high - low))
 
 
 class _Moments(NamedTuple):
@@ -182,6 +309,7 @@ class Conformal:
             client's own scores alone count.
         regions: Which of the grids (`GRID`) it is.
         scales: By what scores are divided before they are counted; None: by nothing.
+        ranks: How scores become ranks before they are counted; None: they are counted as they are.
     """
 
     scores: Tensor
@@ -189,16 +317,18 @@ class Conformal:
     pool: Tensor | None = None
     regions: str = "sets"
     scales: Scales | None = None
+    ranks: Ranks | None = None
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def bounds(self, level: float) -> Tensor:
-        """The scores that a new example's does not exceed at this level: of each class, ``[K]``, or one, ``[1]``; float64."""
+        """The scores that a new example's does not exceed at this level: of each class, ``[K]``, or one, ``[1]``;
+        float64."""
         if self.pool is None:
             return torch.tensor([threshold(self.scores, level)], dtype=torch.float64)
         offsets = torch.tensor([0, len(self)])
-        return _bounds(self.scores, self.classes, offsets, self.pool, self.regions, self.scales, level)[0]
+        return _bounds(self.scores, self.classes, offsets, self.pool, self.regions, self.scales, self.ranks, level)[0]
 
     def bound(self, level: float) -> float:
         """The one of `bounds`, where they are not by class."""
@@ -208,7 +338,7 @@ class Conformal:
     def fixed(self, level: float) -> FixedBounds:
         """The same at this level alone, as numbers."""
         values = tuple(self.bounds(level).tolist())
-        return FixedBounds(self.scores, self.classes, None, self.regions, None, level, values)
+        return FixedBounds(self.scores, self.classes, None, self.regions, None, None, level, values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +383,7 @@ class Calibration:
         regions: See `Conformal`.
         scales: See `Conformal`.
         labels: The class of each score, ``[E]`` int64, where there are classes but bounds are not by class.
+        ranks: See `Conformal`.
     """
 
     how: str
@@ -265,6 +396,7 @@ class Calibration:
     regions: str = "sets"
     scales: Scales | None = None
     labels: Tensor | None = None
+    ranks: Ranks | None = None
 
     @property
     def truth(self) -> Tensor | None:
@@ -276,14 +408,17 @@ class Calibration:
         own = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         classes = None if self.classes is None else self.classes[own]
         scales = None if self.scales is None else self.scales.take(slice(index, index + 1))
-        return float(self.temperatures[index]), Conformal(self.scores[own], classes, self.pool, self.regions, scales)
+        ranks = None if self.ranks is None else self.ranks.take(slice(index, index + 1))
+        bounding = Conformal(self.scores[own], classes, self.pool, self.regions, scales, ranks)
+        return float(self.temperatures[index]), bounding
 
     @property
     def unknown(self) -> Conformal | None:
         """What bounds the scores of a client without calibration examples; None: nothing does."""
         none = None if self.classes is None else self.classes[:0]
         scales = None if self.scales is None else self.scales._replace(trained=None)
-        return None if self.pool is None else Conformal(self.scores[:0], none, self.pool, self.regions, scales)
+        ranks = None if self.ranks is None else self.ranks.unknown
+        return None if self.pool is None else Conformal(self.scores[:0], none, self.pool, self.regions, scales, ranks)
 
     def thresholds(self, level: float) -> Tensor:
         """The bounds of each client's scores, ``[N, K]`` by class and else ``[N, 1]``."""
@@ -304,8 +439,10 @@ class Calibration:
         offsets = self.offsets[int(some[0]) : int(some[-1]) + 2]
         own = slice(int(offsets[0]), int(offsets[-1]))
         classes = None if self.classes is None else self.classes[own]
-        scales = None if self.scales is None else self.scales.take(slice(int(some[0]), int(some[-1]) + 1))
-        return _bounds(self.scores[own], classes, offsets - offsets[0], pool, self.regions, scales, level)
+        clients = slice(int(some[0]), int(some[-1]) + 1)
+        scales = None if self.scales is None else self.scales.take(clients)
+        ranks = None if self.ranks is None else self.ranks.take(clients)
+        return _bounds(self.scores[own], classes, offsets - offsets[0], pool, self.regions, scales, ranks, level)
 
     def record(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -316,6 +453,7 @@ class Calibration:
             more = {"regions": self.regions, "pool": {"rows": len(self.pool), "cells": CELLS, **kept}}
             more |= {} if self.classes is None else {"classes": self.classes.tolist()}
             more |= {} if self.scales is None else {"scales": _scales_record(self.scales)}
+            more |= {} if self.ranks is None else {"ranks": {k: t.tolist() for k, t in self.ranks._asdict().items()}}
         return {
             "how": self.how,
             "draws": self.draws,
@@ -344,10 +482,15 @@ class Calibration:
             str(record.get("regions", "sets")),
             _scales_of(record["scales"], len(record["temperatures"])) if "scales" in record else None,
             torch.tensor(record["labels"], dtype=torch.int64) if "labels" in record else None,
+            _ranks_of(record["ranks"], len(record["temperatures"])) if "ranks" in record else None,
         )
         if made.regions not in GRID:
             raise ValueError(f"it is of '{made.regions[:20]}'")
         rows = 1 if made.pool is None else len(made.pool)
+        if (made.regions == "ranks") != (made.ranks is not None):
+            raise ValueError("its ranks do not fit its pool")
+        if made.ranks is not None and (made.classes is None or made.ranks.mean.shape[1] != rows):
+            raise ValueError("its ranks are not those of its classes")
         if made.classes is not None and (
             made.classes.shape != made.scores.shape or not bool(((made.classes >= 0) & (made.classes < rows)).all())
         ):
@@ -399,10 +542,28 @@ def _scales_of(record: Mapping[str, Any], clients: int) -> Scales:
     return made
 
 
+def _ranks_of(record: Mapping[str, Any], clients: int) -> Ranks:
+    """What a `Calibration.record` holds of them."""
+    made = Ranks(*(torch.tensor(record[name], dtype=torch.float64) for name in Ranks._fields))
+    classes = made.common.shape[-1]
+    if made.mean.shape != (clients, classes) or made.deviation.shape != (clients, classes) or made.common.ndim != 2:
+        raise ValueError(f"its ranks are not those of {clients} clients")
+    if not all(bool(t.isfinite().all()) for t in made) or not bool(
+        (made.deviation > 0.0).all() and (made.common[1:] > 0.0).all() and len(made.common) == 2
+    ):
+        raise ValueError("its ranks are not made of means and deviations")
+    return made
+
+
 def ends(regions: str) -> Tensor:
-    """The upper end of each cell of the grid, ``[CELLS]`` float64, the last one infinite."""
+    """The upper end of each cell of the grid, ``[CELLS]`` float64; the last is infinite, or 1, which no rank exceeds."""
     inner = torch.linspace(-GRID[regions], GRID[regions], CELLS - 1, dtype=torch.float64)
-    return torch.cat([inner.sigmoid() if regions == "sets" else inner.exp(), torch.tensor([math.inf]).double()])
+    return torch.cat(
+        [
+            inner.exp() if regions == "intervals" else inner.sigmoid(),
+            torch.tensor([1.0 if regions == "ranks" else math.inf]).double(),
+        ]
+    )
 
 
 def counted(scores: Tensor, classes: Tensor | None, offsets: Tensor, rows: int, regions: str) -> Tensor:
@@ -428,9 +589,13 @@ def _bounds(
     pool: Tensor,
     regions: str,
     scales: Scales | None,
+    ranks: Ranks | None,
     level: float,
 ) -> Tensor:
-    """`pooled_bounds` of clients with these scores, ``[N, R]``; multiplied by their scales where there are some."""
+    """`pooled_bounds` of clients with these scores, ``[N, R]``; multiplied by their scales, or of ranks, where there are such."""
+    if ranks is not None and classes is not None:
+        counts = counted(ranks.ranked(scores, classes, offsets), classes, offsets, len(pool), regions)
+        return ranks.scores(pooled_bounds(counts, pool, level, regions))
     divided, scale = (scores, None) if scales is None else scales.divided(scores, offsets)
     found = pooled_bounds(counted(divided, classes, offsets, len(pool), regions), pool, level, regions)
     return found if scale is None else found * scale[:, None]
@@ -598,7 +763,8 @@ class HeldOutSlopes(NamedTuple):
 
 
 def betas() -> Tensor:
-    """The places β = 1/T, from that of the least confident predictions to that of the most confident, ``[PLACES]``, at equal ratios."""
+    """The places β = 1/T, from that of the least confident predictions to that of the most confident, ``[PLACES]``, at
+    equal ratios."""
     return torch.linspace(-math.log(MAX_TEMPERATURE), -math.log(MIN_TEMPERATURE), PLACES, dtype=torch.float64).exp()
 
 

@@ -74,7 +74,8 @@ DISPERSION = "likelihood.log_dispersion"
 class NegativeBinomial:
     """A count that varies more than a Poisson one: its variance is m + a m² for the mean m.
 
-    Outputs are logarithms of the mean, ``[B, 1]`` (or ``[B]``); the logarithm of a is learnt, ``likelihood.log_dispersion``.
+    Outputs are logarithms of the mean, ``[B, 1]`` (or ``[B]``); the logarithm of a is learnt,
+    ``likelihood.log_dispersion``.
 
     Attributes:
         dispersion: a at the start.
@@ -257,7 +258,7 @@ class Counts(Task):
         how: How,
         temperature: float,
     ) -> tuple[Tensor, ...]:
-        """Mean, predictive standard deviation, −log p, and the probability of fewer and of at most ``y``, ``[S, B]`` each."""
+        """Mean, predictive standard deviation, −log p, probability of fewer and of at most ``y``, ``[S, B]`` each."""
         found = self.predict(model, predictive, x, key, draws, how)
         return found.mean, found.scale, -found.log_prob(y), found.cdf(y - 1.0), found.cdf(y)
 
@@ -267,6 +268,10 @@ class Counts(Task):
     def conformal_scores(self, found: Predicted) -> Tensor:
         mean, scale, *_ = found.parts
         return (found.y - mean).abs() / scale
+
+    @property
+    def nll_range(self) -> tuple[float, float]:
+        return 0.0, math.inf
 
     def example_nll(self, found: Predicted) -> Tensor | None:
         return found.parts[2]
@@ -313,15 +318,10 @@ class Counts(Task):
     def columns(
         self, found: Prediction, target: TargetColumn, level: float, abstain: float | None
     ) -> dict[str, list[str]]:
-        """Mean, standard deviation and its parts, the quantiles of the model's own interval, and the calibrated interval."""
+        """Mean, standard deviation and its parts, quantiles of the model's interval, and the calibrated interval."""
         assert isinstance(found, Counted)
         no_label(abstain, self)
-        columns = {
-            "mean": written(found.mean),
-            "sd": written(found.scale),
-            "epistemic": written(found.epistemic.sqrt()),
-            "aleatoric": written(found.aleatoric.sqrt()),
-        }
+        columns = {name: written(part) for name, part in {"mean": found.mean, **found.deviations}.items()}
         for end in ((1.0 - level) / 2.0, (1.0 + level) / 2.0):
             columns[f"q({end:g})"] = [f"{count:.0f}" for count in found.quantile(end).tolist()]
         if found.scores is not None:
@@ -332,14 +332,7 @@ class Counts(Task):
     def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
         """Instead of quantiles, the mixture itself: rates (of a negative binomial also sizes) and weights, ``[B, D]``."""
         assert isinstance(found, Counted)
-        made = {
-            "mean": found.mean,
-            "sd": found.scale,
-            "epistemic": found.epistemic.sqrt(),
-            "aleatoric": found.aleatoric.sqrt(),
-            "rates": found.rates,
-            "weights": found.weights,
-        }
+        made = {"mean": found.mean, **found.deviations, "rates": found.rates, "weights": found.weights}
         made |= {"sizes": found.sizes} if isinstance(found, Dispersed) else {}
         return made if found.scores is None else made | dict(zip(("low", "high"), found.interval(level), strict=True))
 

@@ -5,6 +5,7 @@ All are scored by the metrics of classes: several labels as one yes or no for ea
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bpfed.inference.calibration import Conformal
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import IGNORED, Bernoulli, Likelihood, Ordinal, Tokens
-from bpfed.inference.predictive import How, Prediction, Predictive, posterior_outputs, uncalibrated
+from bpfed.inference.predictive import How, Prediction, Predictive, Probabilities, posterior_outputs, uncalibrated
 from bpfed.inference.tasks import (
     EMPTY_SET,
     Classification,
@@ -65,36 +65,13 @@ class OrderedClasses(Classification):
 
 
 @dataclass(frozen=True)
-class Labelled(Prediction):
-    """Predicted labels of B examples, each present or not.
-
-    Attributes:
-        probs: Of each label, ``[..., B, L]``.
-        entropy: Total uncertainty, the sum over labels of their entropies in nats, ``[..., B]``.
-        aleatoric: What more data would not remove, likewise, ``[..., B]``.
-        scores: What bounds the conformal scores of the client; None if nothing does.
-        unscored: Why it can have none, in words, if training with other settings would not help.
-    """
-
-    probs: Tensor
-    entropy: Tensor
-    aleatoric: Tensor
-    scores: Conformal | None = None
-    unscored: str | None = None
-
-    @property
-    def epistemic(self) -> Tensor:
-        """What more data would remove: the mutual information of labels and weights, ``[..., B]``."""
-        return (self.entropy - self.aleatoric).clamp(min=0.0)
+class Labelled(Probabilities):
+    """Predicted labels of B examples, each present or not: ``probs`` are ``[..., B, L]``, entropies sums over labels."""
 
     @property
     def labels(self) -> Tensor:
         """Labels that are more probable than not, ``[..., B, L]`` bool."""
         return self.probs > 0.5
-
-    @property
-    def numbers(self) -> tuple[Tensor, ...]:
-        return self.probs.sum(-1), self.entropy, self.aleatoric
 
     def prediction_set(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Labels that are surely and that are possibly present, ``[B, L]`` bool each, for all labels of a row at once.
@@ -111,6 +88,28 @@ class Labelled(Prediction):
 def _entropies(probs: Tensor) -> Tensor:
     """Σ over labels of the entropy of a yes or no in nats, ``[..., L]`` to ``[...]``."""
     return -(torch.xlogy(probs, probs) + torch.xlogy(1.0 - probs, 1.0 - probs)).sum(-1)
+
+
+# --- Scores of rows that hold several examples of a class ---------------------------------------------------------------
+
+
+def _with_rows(scored: Evaluation, parts: dict[str, Tensor], scoring: Scoring) -> Evaluation:
+    """The metrics with those of whole rows: ``parts`` are ``[E]`` each, among them ``rows`` (ones) and ``exact``."""
+    added = dict(zip(parts, summed(list(parts.values()), scoring.owner, len(scoring.clients)), strict=True))
+    found = _from_sums_with_rows(scored.sums._replace(further=scored.sums.further | added), scoring.bins)
+    kept = {name: scored.more[name] for name in ("aurc", "auroc") if name in scored.more}  # of all clients in one order
+    return replace(found, more=found.more | kept)
+
+
+def _form_with_rows(classes: int, bins: int, calibrated: bool) -> Form:
+    own = form_of_classes(classes, bins, calibrated)
+    return own._replace(further=(*own.further, "rows", "exact"), shares=("rows", "exact"))
+
+
+def _from_sums_with_rows(sums: Sums, bins: int) -> Evaluation:
+    rows = sums.pooled("rows")
+    sizes = rows[:-1].cpu().numpy().astype(np.int64)
+    return evaluate_sums(sums, bins).with_shares({"exact": sums.pooled("exact") / rows}, sizes)
 
 
 class MultiLabel(Task):
@@ -177,7 +176,7 @@ class MultiLabel(Task):
         Without a model, the share of rows of a client with each label, with one more row of each kind.
         """
         (probs,) = found.parts
-        labels, owner, clients = probs.shape[-1], scoring.owner, len(scoring.clients)
+        labels, owner = probs.shape[-1], scoring.owner
         present = Bernoulli(labels).bits(found.y)
         of_two = torch.stack([1.0 - probs, probs], -1).flatten(0, 1)
         offsets = found.offsets.to(probs.device) * labels
@@ -197,21 +196,17 @@ class MultiLabel(Task):
             inside = self.conformal_scores(found) <= bounds.bound
             size = (1.0 - probs <= bounds.bound[:, None]).sum(-1)
             parts |= counting({"coverage": inside, "set_size": size}, bounds.finite)
-        added = dict(zip(parts, summed(list(parts.values()), owner, clients), strict=True))
-        sums = scored.sums._replace(further=scored.sums.further | added)
-        again = self.from_sums(sums, scoring.bins)
-        kept = {name: scored.more[name] for name in ("aurc", "auroc")}  # of all clients' examples in one order
-        return replace(again, more=again.more | kept)
+        return _with_rows(scored, parts, scoring)
+
+    @property
+    def nll_range(self) -> tuple[float, float]:
+        return 0.0, -math.log(SMALLEST)
 
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
-        own = form_of_classes(2, bins, calibrated)
-        return own._replace(further=(*own.further, "rows", "exact"), shares=("rows", "exact"))
+        return _form_with_rows(2, bins, calibrated)
 
     def from_sums(self, sums: Sums, bins: int) -> Evaluation:
-        found = evaluate_sums(sums, bins)
-        rows = sums.pooled("rows")
-        sizes = rows[:-1].cpu().numpy().astype(np.int64)
-        return found.with_shares({"exact": sums.pooled("exact") / rows}, sizes)
+        return _from_sums_with_rows(sums, bins)
 
     def columns(
         self, found: Prediction, target: TargetColumn, level: float, abstain: float | None
@@ -226,8 +221,7 @@ class MultiLabel(Task):
 
         columns = {"labels": listed(found.labels)}
         columns |= {f"p({label})": written(found.probs[:, k]) for k, label in enumerate(target.labels)}
-        parts = (("total", found.entropy), ("epistemic", found.epistemic), ("aleatoric", found.aleatoric))
-        columns |= {name: written(part) for name, part in parts}
+        columns |= {name: written(part) for name, part in found.uncertainties.items()}
         if found.scores is not None:
             surely, possibly = found.prediction_set(level)
             columns |= {f"surely({level:g})": listed(surely), f"possibly({level:g})": listed(possibly)}
@@ -235,45 +229,20 @@ class MultiLabel(Task):
 
     def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
         assert isinstance(found, Labelled)
-        made = {
-            "labels": found.labels,
-            "probabilities": found.probs,
-            "total": found.entropy,
-            "epistemic": found.epistemic,
-            "aleatoric": found.aleatoric,
-        }
+        made = {"labels": found.labels, "probabilities": found.probs, **found.uncertainties}
         if found.scores is None:
             return made
         return made | dict(zip(("surely", "possibly"), found.prediction_set(level), strict=True))
 
 
 @dataclass(frozen=True)
-class Tagged(Prediction):
-    """Predicted classes of the T tokens of B sequences.
-
-    Attributes:
-        probs: ``[..., B, T, K]``.
-        entropy: Of each token in nats, ``[..., B, T]``.
-        aleatoric: What more data would not remove of it, ``[..., B, T]``.
-        scores: What bounds the conformal scores of the client; None if nothing does.
-        unscored: Why it can have none, in words, if training with other settings would not help.
-    """
-
-    probs: Tensor
-    entropy: Tensor
-    aleatoric: Tensor
-    scores: Conformal | None = None
-    unscored: str | None = None
+class Tagged(Probabilities):
+    """Predicted classes of the T tokens of B sequences: ``probs`` are ``[..., B, T, K]``, entropies ``[..., B, T]``."""
 
     @property
     def label(self) -> Tensor:
         """The most probable class of each token, ``[..., B, T]``."""
         return self.probs.argmax(-1)
-
-    @property
-    def epistemic(self) -> Tensor:
-        """What more data would remove, ``[..., B, T]``."""
-        return (self.entropy - self.aleatoric).clamp(min=0.0)
 
     @property
     def numbers(self) -> tuple[Tensor, ...]:
@@ -360,17 +329,13 @@ class TokenClassification(Classification):
             mean = size.sum(-1) / counts.sum(-1).clamp(min=1)
             inside = self.conformal_scores(found) <= bounds.bound
             parts |= counting({"coverage": inside, "set_size": mean}, bounds.finite)
-        added = dict(zip(parts, summed(list(parts.values()), owner, clients), strict=True))
-        again = self.from_sums(scored.sums._replace(further=scored.sums.further | added), scoring.bins)
-        kept = {name: scored.more[name] for name in ("aurc", "auroc") if name in scored.more}
-        return replace(again, more=again.more | kept)
+        return _with_rows(scored, parts, scoring)
 
     def form(self, classes: int, bins: int, calibrated: bool) -> Form:
-        own = form_of_classes(classes, bins, calibrated)
-        return own._replace(further=(*own.further, "rows", "exact"), shares=("rows", "exact"))
+        return _form_with_rows(classes, bins, calibrated)
 
     def from_sums(self, sums: Sums, bins: int) -> Evaluation:
-        return MultiLabel().from_sums(sums, bins)
+        return _from_sums_with_rows(sums, bins)
 
     def columns(
         self, found: Prediction, target: TargetColumn, level: float, abstain: float | None
@@ -383,11 +348,5 @@ class TokenClassification(Classification):
 
     def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
         assert isinstance(found, Tagged)
-        made = {
-            "label": found.label,
-            "probabilities": found.probs,
-            "total": found.entropy,
-            "epistemic": found.epistemic,
-            "aleatoric": found.aleatoric,
-        }
+        made = {"label": found.label, "probabilities": found.probs, **found.uncertainties}
         return made if found.scores is None else {**made, "set": found.prediction_set(level)}

@@ -43,7 +43,8 @@ class Curved(Protocol):
     """A likelihood that says how sharply an example determines its output; without, some 1 or less, as for classes."""
 
     def curvature(self, level: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Mean second derivative of −log p by the output at outputs ``[..., K]`` that are the same for all examples, ``[...]``."""
+        """Mean second derivative of −log p by the output at outputs ``[..., K]`` that are the same for all examples,
+        ``[...]``."""
         ...
 
 
@@ -108,7 +109,8 @@ class Normal:
 
 @dataclass(frozen=True)
 class Heteroscedastic:
-    """A real target whose noise depends on the inputs; outputs are its mean and the logarithm of its variance, ``[B, 2]``."""
+    """A real target whose noise depends on the inputs; outputs are its mean and the logarithm of its variance, ``[B,
+    2]``."""
 
     def parameters(self) -> dict[str, Tensor]:
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, get_args
 
@@ -228,7 +228,8 @@ def _points(dimensions: int) -> Tensor:
     return (points / points.square().mean(0).sqrt()).float()
 
 
-#: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, no draws (see `bpfed.inference.predictive`).
+#: ``sample``: averages over draws of all weights; ``single-pass``: Gaussian outputs, no draws (see
+#: `bpfed.inference.predictive`).
 How = Literal["sample", "single-pass"]
 #: Draws are stacked into one call as long as their weights and inputs are at most this many numbers: on a CPU as many
 #: as its caches hold, on a GPU enough to keep it busy.
@@ -239,18 +240,19 @@ STACKED = {"cpu": 1_000_000, "cuda": 100_000_000}
 class Prediction:
     """What is predicted for B examples (with a leading client axis where there is one), whatever the task.
 
-    A subclass is a frozen dataclass of tensors with the fields ``scores``, what bounds the conformal scores of the client
-    (`bpfed.inference.calibration.Conformal`) or None, and ``unscored``, why it can have none, in words or None.
+    A subclass is a frozen dataclass of tensors.
+
+    Attributes:
+        scores: What bounds the conformal scores of the client; None if nothing does.
+        unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
-    @property
-    @abstractmethod
-    def scores(self) -> Conformal | None:
-        """What bounds the conformal scores of the client; None if nothing does."""
+    scores: Conformal | None = field(default=None, kw_only=True)
+    unscored: str | None = field(default=None, kw_only=True)
 
     def with_scores(self, scores: Conformal | None, unscored: str | None) -> Self:
         """The same with conformal scores, or with the reason why there are none."""
-        return replace(self, scores=scores, unscored=unscored)  # type: ignore[call-arg]
+        return replace(self, scores=scores, unscored=unscored)
 
     def with_temperature(self, temperature: float) -> Prediction:
         """The same with the run's common temperature."""
@@ -267,29 +269,43 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Classified(Prediction):
-    """Predicted classes of B examples (with a leading client axis where there is one).
+class Probabilities(Prediction):
+    """Predicted probabilities of B examples, and how sure they are (with a leading client axis where there is one).
 
     Attributes:
-        probs: Class probabilities averaged over the weight draws, ``[..., B, K]``.
+        probs: Probabilities averaged over the weight draws, ``[..., B, K]``.
         entropy: Total uncertainty, the entropy of ``probs`` in nats, ``[..., B]``.
         aleatoric: What more data would not remove: the mean entropy of the single draws, ``[..., B]``.
-        raw: ``probs`` before a temperature was applied; None if none was.
-        scores: What bounds the conformal scores of the client; None if nothing does.
-        unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
     probs: Tensor
     entropy: Tensor
     aleatoric: Tensor
-    raw: Tensor | None = None
-    scores: Conformal | None = None
-    unscored: str | None = None
 
     @property
     def epistemic(self) -> Tensor:
-        """What more data would remove: the mutual information of label and weights, ``[..., B]``."""
+        """What more data would remove: the mutual information of target and weights, ``[..., B]``."""
         return (self.entropy - self.aleatoric).clamp(min=0.0)
+
+    @property
+    def uncertainties(self) -> dict[str, Tensor]:
+        """The total uncertainty and its parts, by the name of their column, ``[..., B]`` each."""
+        return {"total": self.entropy, "epistemic": self.epistemic, "aleatoric": self.aleatoric}
+
+    @property
+    def numbers(self) -> tuple[Tensor, ...]:
+        return self.probs.sum(-1), self.entropy, self.aleatoric
+
+
+@dataclass(frozen=True)
+class Classified(Probabilities):
+    """Predicted classes of B examples (with a leading client axis where there is one).
+
+    Attributes:
+        raw: ``probs`` before a temperature was applied; None if none was.
+    """
+
+    raw: Tensor | None = None
 
     @property
     def label(self) -> Tensor:
@@ -310,7 +326,8 @@ class Classified(Prediction):
         - ``client``: for those of the client. With too few calibration examples for the level (8 or fewer for 0.9) a
           set is every label.
         - ``pooled``: for those of all clients together. A client with many calibration examples comes near to its own.
-        - ``class``: likewise for those of each class. A class with too few calibration examples is in every set.
+        - ``class``: likewise for those of each class, by ranks, which are alike at clients where the model is right
+          (`bpfed.inference.calibration.Ranks`). A class with too few calibration examples is in every set.
 
         A set may be empty: a model that is right more often than ``level`` reaches it without an answer to the strangest
         examples. Then no label is as probable as it usually is when it is right; leave such rows to a person.
@@ -323,21 +340,17 @@ class Classified(Prediction):
         return (1.0 - (self.probs if self.raw is None else self.raw)).double() <= self.scores.bounds(level)
 
     def at(self, temperature: Tensor | float) -> Classified:
-        """The same at a temperature (see `bpfed.inference.calibration`); the aleatoric share of uncertainty stays the same."""
+        """The same at a temperature (see `bpfed.inference.calibration`), with the same share of aleatoric uncertainty."""
         probs = tempered(self.probs, temperature)
         entropy = _entropy(probs)
         share = (self.aleatoric / self.entropy.clamp(min=1e-30)).clamp(0.0, 1.0)
-        return Classified(probs, entropy, entropy * share, self.probs, self.scores, self.unscored)
+        return replace(self, probs=probs, entropy=entropy, aleatoric=entropy * share, raw=self.probs)
 
     def with_temperature(self, temperature: float) -> Classified:
         return replace(self.at(temperature), raw=None)
 
     def with_client_temperature(self, temperature: float) -> Classified:
         return self.at(temperature)
-
-    @property
-    def numbers(self) -> tuple[Tensor, ...]:
-        return self.probs.sum(-1), self.entropy, self.aleatoric
 
 
 @dataclass(frozen=True)
@@ -349,21 +362,22 @@ class Regressed(Prediction):
         epistemic: Variance of the mean over the weight draws, ``[..., B]``.
         aleatoric: Variance of the noise, averaged over the weight draws, ``[..., B]``.
         nll: −log of the predictive density at the targets, if they were given, ``[..., B]``.
-        scores: What bounds the conformal scores of the client; None if nothing does.
-        unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
     mean: Tensor
     epistemic: Tensor
     aleatoric: Tensor
     nll: Tensor | None = None
-    scores: Conformal | None = None
-    unscored: str | None = None
 
     @property
     def scale(self) -> Tensor:
         """Predictive standard deviation, ``[..., B]``."""
         return (self.epistemic + self.aleatoric).sqrt()
+
+    @property
+    def deviations(self) -> dict[str, Tensor]:
+        """The standard deviation and its parts, by the name of their column, ``[..., B]`` each."""
+        return {"sd": self.scale, "epistemic": self.epistemic.sqrt(), "aleatoric": self.aleatoric.sqrt()}
 
     def at(self, scale_factor: float) -> Regressed:
         """The same with distributions that are wider by this factor, around the same means."""

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bpfed._util.errors import UserError
-from bpfed.inference.calibration import Conformal
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Likelihood, check_one_output
 from bpfed.inference.predictive import How, Prediction, Predictive, posterior_outputs, uncalibrated
@@ -44,7 +43,7 @@ SHORTEST = 1e-3
 #: Outputs are held below this, so that no first step is infinite.
 HIGHEST = 10.0
 #: Names of the likelihood's parameters.
-SHAPE, LEVELS = "likelihood.log_shape", "likelihood.hazard_steps"
+SHAPE, HAZARD_STEPS = "likelihood.log_shape", "likelihood.hazard_steps"
 
 
 def edges(like: Tensor) -> Tensor:
@@ -63,20 +62,20 @@ def cumulative_baseline(t: Tensor, shape: Tensor, steps: Tensor) -> Tensor:
     """∫ exp(b) κ u^(κ − 1) du from 0 to times ``[..., B]``, given κ ``[...]`` and steps ``[..., STEPS]``."""
     ends = edges(steps)
     ends = torch.cat([torch.full_like(ends[:1], SHORTEST), ends])
-    levels = torch.cat([torch.zeros_like(steps[..., :1]), steps.cumsum(-1)], -1)
+    log_hazard = torch.cat([torch.zeros_like(steps[..., :1]), steps.cumsum(-1)], -1)
     after = torch.cat([ends[1:], torch.full_like(ends[:1], math.inf)])
     spent = torch.minimum(torch.maximum(t[..., None], ends), after)  # [..., B, STEPS + 1]
     power = shape[..., None, None]
     passed = torch.exp(power * spent.log()) - torch.exp(power * ends.log())
-    # What is before the shortest time counts as if it were spent at the first level.
+    # What is before the shortest time counts as if it were spent at the first hazard.
     first = torch.exp(power * torch.minimum(t, ends[0]).clamp(min=1e-12)[..., None].log())
-    return (passed * levels.exp()[..., None, :]).sum(-1) + first[..., 0]
+    return (passed * log_hazard.exp()[..., None, :]).sum(-1) + first[..., 0]
 
 
 def log_hazard_baseline(t: Tensor, shape: Tensor, steps: Tensor) -> Tensor:
     """log of the baseline hazard at times ``[..., B]``; as `cumulative_baseline`."""
-    level = (steps[..., None, :] * (t[..., None] > edges(steps))).sum(-1)
-    return level + shape[..., None].log() + (shape[..., None] - 1.0) * t.log()
+    log_hazard = (steps[..., None, :] * (t[..., None] > edges(steps))).sum(-1)
+    return log_hazard + shape[..., None].log() + (shape[..., None] - 1.0) * t.log()
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,11 @@ class ProportionalHazards:
     """A time to event; outputs are logarithms of the hazard relative to the baseline, ``[B, 1]`` (or ``[B]``)."""
 
     def parameters(self) -> dict[str, Tensor]:
-        return {SHAPE: torch.zeros(1), LEVELS: torch.zeros(STEPS)}
+        return {SHAPE: torch.zeros(1), HAZARD_STEPS: torch.zeros(STEPS)}
 
     def nll(self, outputs: Tensor, y: Tensor, parameters: dict[str, Tensor]) -> Tensor:
         output = outputs.reshape(y.shape).clamp(max=HIGHEST)
-        shape, steps = parameters[SHAPE][..., 0].exp(), parameters[LEVELS]
+        shape, steps = parameters[SHAPE][..., 0].exp(), parameters[HAZARD_STEPS]
         time, event = y.abs().clamp(min=SHORTEST), ~torch.signbit(y)
         hazard = output + log_hazard_baseline(time, shape, steps)
         return output.exp() * cumulative_baseline(time, shape, steps) - torch.where(event, hazard, 0.0)
@@ -105,22 +104,18 @@ class Survived(Prediction):
         risk: Mean output, the logarithm of the hazard relative to the client's baseline, ``[..., B]``; high is early.
         spread: Its standard deviation over the weight draws, ``[..., B]``.
         survival: Probability that nothing has happened at each time of `time_grid`, ``[..., B, G]`` float32.
-        scores: Conformal scores of the client's calibration examples in rising order, ``[n]``; None if it has none.
-        unscored: Why it can have none, in words, if training with other settings would not help.
     """
 
     risk: Tensor
     spread: Tensor
     survival: Tensor
-    scores: Conformal | None = None
-    unscored: str | None = None
 
     @property
     def numbers(self) -> tuple[Tensor, ...]:
         return self.risk, self.spread, self.survival.sum(-1)
 
     def at(self, time: float) -> Tensor:
-        """Probability that nothing has happened until this time, in units of training, ``[B]``; straight between the grid's."""
+        """Survival at a time in units of training, ``[B]``, interpolated between those of the grid."""
         grid = time_grid().numpy()
         rows = self.survival.double().cpu().reshape(-1, len(grid)).numpy()
         found = np.array([np.interp(time, grid, row) for row in rows])
@@ -148,7 +143,7 @@ class Survived(Prediction):
 
 
 def crossing(survival: Tensor, level: float) -> Tensor:
-    """The first time at which survival ``[..., G]`` is at or below ``level``, ``[...]`` float64; straight between the grid's."""
+    """The first time at which survival ``[..., G]`` is at most ``level``, ``[...]`` float64, interpolated."""
     grid, falls = time_grid(survival.device), survival.double()
     below = falls <= level
     at = torch.where(below.any(-1), below.int().argmax(-1), 0).clamp(min=1)
@@ -200,7 +195,7 @@ class Survival(Task):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Outputs ``[D, S, B]``, shapes ``[D, S]`` and steps ``[D, S, STEPS]``, float64."""
         values, parameters = posterior_outputs(model, predictive, x, key, draws, how)
-        return values[..., 0].double(), parameters[SHAPE][..., 0].double().exp(), parameters[LEVELS].double()
+        return values[..., 0].double(), parameters[SHAPE][..., 0].double().exp(), parameters[HAZARD_STEPS].double()
 
     def _mixed(self, output: Tensor, shape: Tensor, steps: Tensor) -> Survived:
         grid = time_grid(output.device)
@@ -293,7 +288,7 @@ class Survival(Task):
         return columns
 
     def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
-        """Survival is at the times of `time_grid`, ``[B, G]``, which are in the unit of the tables in ``times``, ``[G]``."""
+        """Survival is at the times of `time_grid`, ``[B, G]``; ``times``, ``[G]``, are these in the tables' unit."""
         assert isinstance(found, Survived)
         made = {
             "risk": found.risk,

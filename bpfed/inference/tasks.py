@@ -27,7 +27,7 @@ from bpfed.inference.calibration import HeldOutSlopes
 from bpfed.inference.inputs import Inputs
 from bpfed.inference.likelihoods import Categorical, Heteroscedastic, Likelihood, Normal
 from bpfed.inference.predictive import Classified, How, Prediction, Predictive, Regressed, classify, regress, tempered
-from bpfed.metrics import Evaluation, Form, Sums, diagnostics, evaluate, evaluate_regression, evaluate_sums
+from bpfed.metrics import SMALLEST, Evaluation, Form, Sums, diagnostics, evaluate, evaluate_regression, evaluate_sums
 from bpfed.metrics.evaluation import summed, with_means
 from bpfed.metrics.registry import of_examples
 from bpfed.metrics.scores import by_class, form_of_classes, form_of_numbers
@@ -262,6 +262,11 @@ class Task(ABC):
         found = self.from_sums(sums, bins)
         return with_means(found, more, sums) if more else found
 
+    @property
+    def nll_range(self) -> tuple[float, float]:
+        """Between which numbers the NLL of an example is: −∞ to ∞ for densities; what a site tells is held against it."""
+        return -math.inf, math.inf
+
     def slopes_fault(self, told: HeldOutSlopes) -> str:
         """Why these cannot be what a client tells of its held-out examples; asked only of a task that is `tempered`."""
         raise NotImplementedError(f"'{self.name}' has no temperature")
@@ -394,6 +399,10 @@ class Classification(Task):
     def from_sums(self, sums: Sums, bins: int) -> Evaluation:
         return evaluate_sums(sums, bins)
 
+    @property
+    def nll_range(self) -> tuple[float, float]:
+        return 0.0, -math.log(SMALLEST)
+
     def slopes_fault(self, told: HeldOutSlopes) -> str:
         return calibration.fault(told)
 
@@ -403,8 +412,7 @@ class Classification(Task):
         assert isinstance(found, Classified)
         columns = {"label": [target.labels[k] for k in found.label.tolist()]}
         columns |= {f"p({label})": written(found.probs[:, k]) for k, label in enumerate(target.labels)}
-        parts = (("total", found.entropy), ("epistemic", found.epistemic), ("aleatoric", found.aleatoric))
-        columns |= {name: written(part) for name, part in parts}
+        columns |= {name: written(part) for name, part in found.uncertainties.items()}
         if found.scores is not None:
             sets = found.prediction_set(level).tolist()
             columns[f"set({level:g})"] = [
@@ -417,13 +425,7 @@ class Classification(Task):
 
     def tensors(self, found: Prediction, target: TargetColumn, level: float) -> dict[str, Tensor]:
         assert isinstance(found, Classified)
-        made = {
-            "label": found.label,
-            "probabilities": found.probs,
-            "total": found.entropy,
-            "epistemic": found.epistemic,
-            "aleatoric": found.aleatoric,
-        }
+        made = {"label": found.label, "probabilities": found.probs, **found.uncertainties}
         return made if found.scores is None else {**made, "set": found.prediction_set(level)}
 
 
@@ -531,12 +533,8 @@ class Regression(Task):
         """In the target's own unit."""
         assert isinstance(found, Regressed)
         mean, unit = target.mean, target.unit
-        made = {
-            "mean": found.mean.double() * unit + mean,
-            "sd": found.scale * unit,
-            "epistemic": found.epistemic.sqrt() * unit,
-            "aleatoric": found.aleatoric.sqrt() * unit,
-        }
+        made = {"mean": found.mean.double() * unit + mean}
+        made |= {name: deviation * unit for name, deviation in found.deviations.items()}
         if found.scores is None:
             return made
         low, high = found.interval(level)

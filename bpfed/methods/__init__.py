@@ -1,12 +1,12 @@
-"""Federated methods, one file each, all on the contract of `bpfed.methods.base`."""
+"""Federated methods, all on the contract of `bpfed.methods.base`; those that differ in a few lines share a file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from bpfed._util.imports import lazily
 from bpfed.config import registry
 from bpfed.methods.base import AnyMethod, Method, unfit
 
@@ -14,14 +14,10 @@ if TYPE_CHECKING:
     from bpfed.methods.adaptive import Adaptive
     from bpfed.methods.bpfed import BPFed
     from bpfed.methods.ditto import Ditto
-    from bpfed.methods.fedavg import FedAvg, FedAvgFT
-    from bpfed.methods.fedbabu import FedBABU
-    from bpfed.methods.fedper import FedPer
-    from bpfed.methods.fedrep import FedRep
+    from bpfed.methods.fedavg import FedAvg, FedAvgFT, LocalOnly
+    from bpfed.methods.fedper import FedBABU, FedPer, FedRep, LGFedAvg
     from bpfed.methods.fedsoul import FedSOUL
-    from bpfed.methods.lgfedavg import LGFedAvg
     from bpfed.methods.linear import Linear
-    from bpfed.methods.local import LocalOnly
     from bpfed.methods.perfedavg import PerFedAvg
     from bpfed.methods.pfedbayes import PFedBayes
     from bpfed.methods.pfedme import PFedMe
@@ -33,16 +29,14 @@ if TYPE_CHECKING:
     METHODS: Mapping[str, type[AnyMethod]]
 
 # Imported when first asked for: a prediction needs the one method of its run.
-_HOME = registry.METHODS.homes()
+_named = lazily(__name__, registry.METHODS.homes())
 
 
 def __getattr__(name: str) -> Any:
     if name == "METHODS":
         own = {known: registry.METHODS.load_own(known) for known in registry.METHODS.own}
         return globals().setdefault(name, MappingProxyType(own))
-    if name in _HOME:
-        return getattr(import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'bpfed.methods' has no attribute '{name}'")
+    return _named(name)
 
 
 #: What a method says of itself, for lists and reports.

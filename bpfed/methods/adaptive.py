@@ -8,8 +8,8 @@ The weights of client i are
 weights once and for all, the last layer personal and the rest shared, and leaves open how to choose. Here the scale τ
 chooses, one for the last layer (``head_deviation``) and one for all other layers (``deviation``). Every split is a
 corner of this family: τ = 0 everywhere is FedAvg, τ = ∞ everywhere is training alone, and τ = ∞ in the last layer with 0
-elsewhere is FedPer (100 stands for ∞). How frequent a class is, or how high a target, differs between clients more than what it depends
-on: the biases of the outputs have s = 1, and their deviations the standard deviation √τ.
+elsewhere is FedPer (100 stands for ∞). How frequent a class is, or how high a target, differs between clients more than
+what it depends on: the biases of the outputs have s = 1, and their deviations the standard deviation √τ.
 
 The posterior of w_i is Gaussian, q(w_i) = N(θ + m_i, σ_i²). A client minimises, at temperature T and over its n
 examples,
@@ -306,7 +306,8 @@ class Adaptive(Method[Weights, Personal, Local, Weights]):
         return GaussianPredictive(Gaussian(shared.weights + personal.deviation.mean, personal.deviation.sigma))
 
     def _hold(self, model: Model, shared: Weights, hparams: dict[str, Tensor]) -> Tensor:
-        """ρ, ``[S, 1]``: where weights may be large, steps of a round are too; where noise is small, pulls of data are large.
+        """ρ, ``[S, 1]``: where weights may be large, steps of a round are too; where noise is small, pulls of data are
+        large.
 
         It is the same for all clients, who know θ.
         """

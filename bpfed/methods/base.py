@@ -16,9 +16,8 @@ the phases of `tuning` where a method prepares a client for prediction (fine-tun
 All states are NamedTuples of tensors whose first axis is the client (``S`` of them), except what the server holds,
 which has none. Only an upload can travel: what `finish` returns as ``personal`` stays where it was made.
 
-What a state may have or not, by the method's settings, is a tuple of one or of none, not an optional value. The trees
-of torch (`torch.utils._pytree`), by which states are stacked, stored and sent, count None as a leaf, and every function
-of a leaf would have to know of it; an empty tuple is a node without leaves.
+A part of a state that depends on the method's settings is a tuple of one entry or none, not an optional value: the
+trees of torch (`torch.utils._pytree`), by which states are stacked, stored and sent, count None as a leaf.
 """
 
 from __future__ import annotations
@@ -76,10 +75,14 @@ UploadT = TypeVar("UploadT", bound=State)
 
 
 class Phase(NamedTuple):
-    """A part of the local round: ``epochs`` passes over the data by `Method.step` with this phase's name.
+    """A part of the local round.
 
-    With ``batches`` above 0 it is that many mini-batches instead, ``repeats`` steps with each, in the order of the
-    examples: a round continues where the one before it ended, and starts again with the first after the last.
+    Attributes:
+        name: Given to `Method.step`.
+        epochs: Passes over the data.
+        batches: Number of mini-batches instead, in the order of the examples; 0: whole passes. A round continues where
+            the one before it ended.
+        repeats: Steps with each of these mini-batches.
     """
 
     name: str
@@ -89,7 +92,7 @@ class Phase(NamedTuple):
 
 
 class RunShape(NamedTuple):
-    """A run, as far as a method's numbers may depend on it.
+    """The properties of a run that a method's hyperparameters may depend on.
 
     Attributes:
         clients: In the federation, N.
@@ -134,7 +137,7 @@ class Finished(NamedTuple, Generic[UploadT, PersonalT]):
     Attributes:
         upload: Goes to the server. Shared tensors only.
         personal: Stays with the client.
-        info: Reported, never used: name to ``[S]``, in nats of all the client's examples; the report is per example.
+        info: Values to report by name, ``[S]`` each, in nats summed over the client's examples; reported per example.
     """
 
     upload: UploadT
@@ -165,24 +168,24 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
     stackable: ClassVar[tuple[str, ...]] = ("lr",)
     #: Whether the server learns a distribution over personal weights, from what clients upload about theirs.
     population: ClassVar[bool] = False
-    #: How the step size changes over the rounds unless the run's settings say: ``constant`` or ``cosine``.
+    #: Default schedule of the step size over the rounds: ``constant`` or ``cosine``.
     schedule: ClassVar[str] = "constant"
-    #: What an upload weighs unless the run's settings say: ``equal``, or ``size``, the number of the client's examples.
+    #: Default weight of an upload: ``equal``, or ``size``, the number of the client's examples.
     weighting: ClassVar[str] = "equal"
-    #: Network for flat inputs, where neither the run's settings nor ``network`` say which: ``mlp`` or ``skip``.
+    #: Default network for flat inputs: ``mlp`` or ``skip``.
     flat_network: ClassVar[str] = "mlp"
-    #: How many such networks are trained, where the run's settings do not say (`bpfed.nn.networks`).
+    #: Default number of such networks in an ensemble (`bpfed.nn.networks`).
     flat_members: ClassVar[int] = 1
     #: Fields of states that hold standard deviations: what arrives from elsewhere must be above 0 there.
     scales: ClassVar[tuple[str, ...]] = ("sigma",)
     #: Fields of uploads that count examples or are sums of squares: they may differ between clients by any factor, so no
     #: upload is refused for how far they moved.
     counts: ClassVar[tuple[str, ...]] = ()
-    #: Whether the server adds uploads up, each being a change of what its client told before: no other rule can be used.
+    #: Whether uploads are changes that the server adds up; then no other rule can be used.
     adds: ClassVar[bool] = False
-    #: The network that it is made for, where the run's settings leave it open.
+    #: Default network.
     network: ClassVar[Network] = "auto"
-    #: Whether all clients take part in each round where the run's settings leave it open.
+    #: Whether all clients take part in each round by default.
     everyone: ClassVar[bool] = False
     #: Whether a step can be compiled, and recorded as a CUDA graph; not where it factorises matrices.
     recordable: ClassVar[bool] = True
@@ -209,19 +212,19 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
         return (Phase("all", epochs),)
 
     def tuning(self, epochs: int) -> tuple[Phase, ...]:
-        """Passes over a client's own training data before it predicts; nothing for most methods.
+        """Phases of fine-tuning on a client's own training data before it predicts; none for most methods.
 
-        They start from `begin` with the server's state as it is, and `finish` ends them. Only its ``personal`` is used:
-        it is what `predictive` then gets.
+        Fine-tuning begins with `begin` from the server's state and ends with `finish`, whose ``personal`` is what
+        `predictive` gets.
         """
         return ()
 
     def adaptation(self, epochs: int) -> tuple[Phase, ...]:
-        """How a newcomer learns its personal state: `step` in the phase `ADAPT` does not change the shared weights."""
+        """Phases in which a newcomer learns its personal state. In `ADAPT`, `step` does not change the shared weights."""
         return self.tuning(epochs) or (Phase(ADAPT, epochs),)
 
     def adapting(self) -> Self:
-        """The method as a newcomer uses it, from `newcomer` to `predictive`; its settings may differ."""
+        """The method with its settings for newcomers."""
         return self
 
     def newcomer(self, model: Model, shared: SharedT) -> PersonalT:
@@ -229,26 +232,26 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
         return self.init(model).personal
 
     def at_temperature(self, temperature: float) -> dict[str, float]:
-        """What to set to try another ``temperature``, where the method has one: it, and what must move along."""
+        """The settings that change when another ``temperature`` is tried: it, and those that depend on it."""
         return {"temperature": temperature}
 
     def guarded(self, minimum: int) -> Self:
-        """The method at a site that tells nothing of fewer training rows than ``minimum``."""
+        """The method for a site that releases no statistics of fewer than ``minimum`` training rows."""
         return self
 
     def held(self, model: Model) -> int:
-        """Numbers in a client's state, about; how many clients train side by side depends on it."""
+        """About how many numbers a client's state has; how many clients are stacked depends on it."""
         return model.layout.total
 
     def whose(self, model: Model) -> str:
-        """Which weights are personal and which shared, and how many are frozen, in words."""
+        """A sentence on which weights are personal and which shared, and how many are frozen."""
         words = model.layout.words + (f"; frozen: {number(model.frozen)} weights" if model.frozen else "")
         if model.layout.personal or type(self).personal != "none":
             return words
         return words.replace("personal: nothing", f"personal: {self.personal_words}")  # beside weights that all share
 
     def candidates(self) -> tuple[tuple[dict[str, float], ...], ...]:
-        """Settings between which only data can decide, in stages (`bpfed.runs.pilot`); nothing: it is used as it is.
+        """Settings to choose between on held-out data, in stages (`bpfed.runs.pilot`); empty: there is no choice.
 
         A stage is a tuple of settings to change, all among ``stackable``, those that share most first.
         """
@@ -259,11 +262,11 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def trace_key(self) -> tuple[Any, ...]:
-        """What distinguishes two computations; methods that differ in ``stackable`` alone share one."""
+        """A key of the traced computation: methods that differ in ``stackable`` settings alone have the same."""
         return (self.name, *((k, str(v)) for k, v in self.settings().items() if k not in self.stackable))
 
     def hparams(self) -> dict[str, float]:
-        """The numbers of ``stackable``; the engine hands them to `begin` and `step` as ``[S]`` tensors."""
+        """The values of the ``stackable`` settings; `begin` and `step` get them as ``[S]`` tensors."""
         return {n: float(getattr(self, n)) for n in self.stackable}
 
     @property
@@ -272,11 +275,11 @@ class Method(ABC, Generic[SharedT, PersonalT, LocalT, UploadT]):
         return False
 
     def hparam_rows(self, count: int, device: torch.device | None = None) -> dict[str, Tensor]:
-        """The numbers of `hparams` for ``count`` clients alike, ``[S]`` each."""
+        """The values of `hparams`, the same for ``count`` clients, ``[S]`` each."""
         return {name: torch.full((count,), value, device=device) for name, value in self.hparams().items()}
 
     def hparams_for_run(self, shape: RunShape, sizes: Tensor) -> dict[str, Tensor]:
-        """The numbers in the first round of a run, ``[S]`` each; a method may adjust them to it.
+        """Hyperparameters in the first round of a run, ``[S]`` each; a method may adapt them to the run.
 
         `tuning` and newcomers use those of `hparams`.
 
@@ -321,7 +324,7 @@ AnyMethod = Method[Any, Any, Any, Any]
 
 
 def unfit(kind: Any) -> str:
-    """Why this is no class of a method that can be used, as the end of a sentence; empty: it is one."""
+    """Why a class cannot be used as a method, as the end of a sentence; empty: it can."""
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         return "is not a subclass of bpfed.methods.Method"
     if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
@@ -339,7 +342,7 @@ def rows(state: StateT, count: int) -> StateT:
 
 
 def untrained(method: Method[Any, Any, Any, UploadT], model: Model) -> Finished[UploadT, Any]:
-    """What one client has at the end of a round without a step: the shapes of all that it uploads and keeps."""
+    """The result of a round without steps for one client, which has the shapes of every upload and personal state."""
     first = method.init(model)
     hparams = method.hparam_rows(1, model.initial.device)
     with torch.no_grad():

@@ -11,7 +11,8 @@ Representations, 2023. Algorithm 1, Eq. 7-10: a round of client i, with ζ from 
     aggregate  ζ: the mean of the uploads' μ and of their σ (not of its pre-image ρ)
 
 The paper has T = 1. Further settings go beyond it: a discounted prior, no step on π, other server rules, shared
-factors that are points, the two halves in turn (`bpfed.methods.bpfed`), and IVON's steps for Eq. 9 (`bpfed.inference.optim`).
+factors that are points, the two halves in turn (`bpfed.methods.bpfed`), and IVON's steps for Eq. 9
+(`bpfed.inference.optim`).
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ from bpfed.methods.variational import (
 if TYPE_CHECKING:
     from bpfed.nn.model import Model
 
-# --- Turns ------------------------------------------------------------------------------------------------------------
+# --- Alternating phases -----------------------------------------------------------------------------------------------
 #
 # Which part of a client's state a phase moves, and how many steps that part has taken.
 
 
 def counted(steps: Tensor, phase: str) -> tuple[Tensor, Tensor]:
-    """The counts after a step, and the one of the weights that move, ``[S]``.
+    """The numbers of steps after one more, and that of the weights which move, ``[S]``.
 
     Args:
-        steps: Taken so far, ``[S]``; where shared and personal weights move in turn, of either, ``[S, 2]``.
+        steps: Taken so far, ``[S]``; of shared and of personal weights where these alternate, ``[S, 2]``.
         phase: ``shared`` where those move.
     """
     if steps.ndim == 1:
@@ -97,7 +98,7 @@ class Personal(NamedTuple):
 
     Attributes:
         eta: η_i, the distribution of its personal weights, ``[S, P_personal]``.
-        own: q of its last round, to predict with, ``[S, P]``; nothing if it predicts with (η_i, ζ).
+        own: q of its last round, to predict with, ``[S, P]``; empty if it predicts with (η_i, ζ).
         memory: The optimisers' memory of q and of π, where it is kept from round to round.
         steps: Local steps taken so far (in this round, where that memory is not kept), ``[S, 1]``; of the shared and of
             the personal weights where they move in turn, ``[S, 2]``.
@@ -111,7 +112,8 @@ class Personal(NamedTuple):
 
 @dataclass(frozen=True)
 class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
-    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data (docs/explanation/gotchas.md).
+    """BPFed. The defaults are the paper's method; what it leaves open was chosen on validation data
+    (docs/explanation/gotchas.md).
 
     η_i is the distribution of a client's personal weights, ζ that of the shared weights, q a client's posterior and π
     its prior during a round.
@@ -132,7 +134,8 @@ class BPFed(Method[Gaussian, Personal, Local, Gaussian]):
         rule: How the server combines uploads: ``mean``, ``moments``, ``precision`` or ``product``.
         shared_point: Whether the shared weights are points (σ = 0, no KL term) and only the personal ones are random;
             it needs ``prior_step=False`` and ``rule="mean"``.
-        optimiser: For Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.inference.optim`). Eq. 10 always uses Adam.
+        optimiser: For Eq. 9: ``adam``, or ``ivon``, natural-gradient steps (`bpfed.inference.optim`). Eq. 10 always
+            uses Adam.
         newton: With ``ivon``, its step size in units of ``lr``; lr · newton = 1 is a full Newton step.
         curvature: With ``ivon``, β2, how much of the old curvature a step keeps.
         order: ``joint``: shared and personal weights move together; ``alternating``: the personal ones first, then the

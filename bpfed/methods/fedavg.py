@@ -1,4 +1,4 @@
-"""FedAvg: one point-estimate network for all, the mean of what the clients trained.
+"""FedAvg: one network of points for all, the mean of what the clients trained; with fine-tuning; and without averaging.
 
 McMahan et al.: Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017. Local steps are Adam's,
 as for every method here, so that methods differ in what they share and not in their optimiser; Adam starts again in
@@ -59,3 +59,26 @@ class FedAvgFT(FedAvg):
 
     def finetuning(self, epochs: int) -> tuple[Phase, ...]:
         return (Phase(TUNE, epochs),)
+
+
+# --- Local training ----------------------------------------------------------------------------------------------------
+#
+# Every client trains a network of its own, and nothing travels: the reference that a federation must beat. It is
+# ``BPFed.dirac(personal="all")``.
+
+
+@dataclass(frozen=True)
+class LocalOnly(Point):
+    """Every client by itself; all start from the same weights.
+
+    Attributes:
+        personal: Always ``all``: nothing is shared.
+    """
+
+    name: ClassVar[str] = "local"
+    title: ClassVar[str] = "Local training"
+    paper: ClassVar[str] = "no federation"
+    shared_words: ClassVar[str] = "nothing"
+    personal_words: ClassVar[str] = "all weights"
+
+    personal: Personal = "all"

@@ -14,8 +14,8 @@ server takes one step a round. Here φ moves with the chain, by a step of Adam a
 the server averages, as for every method here. (2) m and s have a closed-form maximiser given the samples' moments (the
 M step of EM): m = mean of E z_i, s² = mean over clients and weights of Var z_i + (E z_i − m)². The server moves towards
 it by ``prior_rate``. A client uploads E z_i and E z_i² of its kept states, whose means over clients are all that the
-server needs; so noise for privacy and robust rules, which leave one upload of all, keep what clients differ by. (3) γ = ``gamma`` /
-(n + 1/s²), so that one setting suits clients of all sizes.
+server needs; so noise for privacy and robust rules, which leave one upload of all, keep what clients differ by. (3) γ =
+``gamma`` / (n + 1/s²), so that one setting suits clients of all sizes.
 
 What the defaults cost. 20 states that are 5 steps apart are the chain's last 100 steps: two rounds of a client with 250
 examples, but a ninth of one round with 4 500. Steps of this size forget slowly, so those states are alike: with 250

@@ -95,11 +95,11 @@ class Local(NamedTuple):
 
     Attributes:
         q: Its posterior.
-        prior: Held, ``[S, P]``.
+        prior: Fixed during the round, ``[S, P]``.
         first: h0, ``[S, P_personal]``.
         steps: Taken so far, ``[S]``.
-        noted: Running mean of the biases' gradients in this round (`unseen.noted`), ``[S, M K + 1]``; ``[S, 1]`` where
-            none is kept.
+        noted: Running mean of the biases' gradients in this round (`bpfed.methods.variational.noted`), ``[S, M K +
+            1]``; ``[S, 1]`` where none is kept.
     """
 
     q: Variational
@@ -161,7 +161,7 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
     )
     schedule: ClassVar[str] = "cosine"
 
-    # Constants, which a subclass may have others of.
+    # Constants; a subclass may set others.
     #: σ of every weight at the start.
     start_sigma: ClassVar[float] = 0.05
     #: Prior σ of a head's biases, around those of the client's own class frequencies.
@@ -178,9 +178,9 @@ class Recipe(Method[Gaussian, Personal, Local, Gaussian]):
     max_total_lr_steps: ClassVar[float] = 20.0
     #: How many times as high T may be for a client with n examples, fewer than 2 000: the root of 2 000/n, at most this.
     max_temperature_factor: ClassVar[float] = 1.0
-    #: How the data term is estimated: with noise drawn per example,
+    #: How the data term is estimated: with noise drawn per example.
     estimator: ClassVar[str] = "local"
-    #: and this many draws in a step.
+    #: Weight draws in a step.
     draws: ClassVar[int] = 1
     #: Step size with which a client that joins later learns its head.
     newcomer_lr: ClassVar[float] = 0.01

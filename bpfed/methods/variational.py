@@ -1,4 +1,5 @@
-"""A mean-field Gaussian as Adam optimises it: mean, ρ and Adam's memory of both; its shared and personal part; and priors of heads."""
+"""A mean-field Gaussian as Adam optimises it: mean, ρ and Adam's memory of both; its shared and personal part; and
+priors of heads."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def of_likelihood(model: Model) -> Tensor:
 
 
 def biases(model: Model) -> Tensor:
-    """Which personal weights are biases of the network, ``[P_personal]`` bool: levels that do not depend on the input.
+    """Which personal weights are biases of the network, ``[P_personal]`` bool: they do not depend on the input.
 
     They are recognised by their name: the scale of a normalisation is a vector as well.
     """
@@ -123,13 +124,13 @@ def per_head(model: Model) -> float:
     return (int((~of_likelihood(model)).sum()) // model.members) ** -0.5
 
 
-# --- Levels of classes ------------------------------------------------------------------------------------------------
+# --- Log-priors of classes --------------------------------------------------------------------------------------------
 #
 # The biases of a head, which say how frequent a class is at a client, whatever the example.
 #
-# A client knows how frequent its classes are before it has learnt anything else. So its head starts with these levels,
-# and its prior is around them: where nineteen patients in twenty are ill, learning that by steps of the optimiser would
-# take most of a short run. Labels are counted where they are; nothing of it is uploaded.
+# A client knows how frequent its classes are before it has learnt anything else. So its head starts with their
+# log-priors, and its prior is around them: where nineteen patients in twenty are ill, learning that by steps of the
+# optimiser would take most of a short run. Labels are counted where they are; nothing of it is uploaded.
 
 
 def class_biases(model: Model) -> slice:

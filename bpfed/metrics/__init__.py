@@ -6,9 +6,9 @@ tensor travels at the end. Sums are float64, so the order of the examples does n
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bpfed._util.imports import lazily
 from bpfed.metrics.registry import BEST_IS_HIGH, METRICS, Metric, get_metric, register_metric
 
 if TYPE_CHECKING:
@@ -36,13 +36,14 @@ __all__ = [
 ]
 
 # Imported when first asked for: pages are made of the registry alone, and need no torch.
-_HOME = {
-    **dict.fromkeys(("aurc", "evaluate", "evaluate_regression", "evaluate_sums", "ood_auroc"), "scores"),
-    **dict.fromkeys(("SMALLEST", "SURE", "Evaluation", "Form", "Reliability", "Score", "Sums"), "evaluation"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"bpfed.metrics.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'bpfed.metrics' has no attribute '{name}'")
+__getattr__ = lazily(
+    __name__,
+    {
+        **dict.fromkeys(
+            ("aurc", "evaluate", "evaluate_regression", "evaluate_sums", "ood_auroc"), "bpfed.metrics.scores"
+        ),
+        **dict.fromkeys(
+            ("SMALLEST", "SURE", "Evaluation", "Form", "Reliability", "Score", "Sums"), "bpfed.metrics.evaluation"
+        ),
+    },
+)

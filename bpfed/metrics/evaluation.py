@@ -61,7 +61,7 @@ class Sums(NamedTuple):
         return Sums(self.cells.cpu(), self.losses.cpu(), {name: part.cpu() for name, part in self.further.items()})
 
     def shares(self) -> dict[str, Tensor]:
-        """Coverage and mean size of the sets or intervals, where there are any, ``[N + 1]`` each, the last of all clients."""
+        """Coverage and mean size of sets or intervals, where there are any, ``[N + 1]`` each; the last is of all clients."""
         held = [name for name in ("coverage", "set_size", "interval_width") if name in self.further]
         return {name: self.pooled(name) / self.pooled("counted") for name in held}
 
@@ -226,8 +226,8 @@ class Evaluation:
         bins: Number of bins behind ECE and MCE, without which neither can be compared.
         sums: What all of it is made of. Clients that never meet can have theirs put together by `evaluate_sums`.
         more: What further scores there are, by name; see `evaluate`.
-        fitted_temperature: Finds the calibration temperature at which the predictions would suit these targets best: below 1 where they
-            are not sure enough. None where only sums are known.
+        fitted_temperature: Finds the calibration temperature at which the predictions would suit these targets best:
+            below 1 where they are not sure enough. None where only sums are known.
         by_class: Finds what is to be said of each class, ready for JSON; None where there are none, or only sums are known.
         slopes: Likewise, what is told of them to find it for clients that never meet (`bpfed.inference.calibration`).
         losses: Gives the loss of each example, ``[E]``: NLL of classes, squared error of numbers; None as above.
@@ -301,7 +301,7 @@ class Evaluation:
         }
 
     def _sets(self) -> dict[str, Any]:
-        """How many clients have sets or intervals that can be wrong, and how many hold the truth as often as they should."""
+        """The number of clients with finite sets or intervals, and of those whose coverage is as it should be."""
         if "coverage" not in self.more or "counted" not in self.sums.further:
             return {}
         counted, held = (self.sums.further[name].cpu().numpy() for name in ("counted", "coverage"))

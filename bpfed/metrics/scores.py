@@ -1,4 +1,4 @@
-"""Scores of predicted class probabilities and of predicted numbers; and those of clients that never meet, from their sums."""
+"""Scores of predicted class probabilities and of predicted numbers, also from the sums of clients that never meet."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def risk(confidence: Tensor, wrong: Tensor, owner: Tensor, n_clients: int) -> Te
 
 
 def in_order(score: Tensor, positive: Tensor, owner: Tensor, n_clients: int) -> Tensor:
-    """Of each client, how many pairs of a positive and a negative have the higher score at the positive; a tie is half a pair.
+    """Of each client, how many pairs of a positive and a negative have the higher score at the positive; a tie is half
+    a pair.
 
     Args:
         score: ``[E]``.
@@ -197,7 +198,8 @@ def classified(sums: Sums, bins: int, ordered: Mapping[str, Tensor]) -> Evaluati
 
 
 def by_class(probs: Tensor, y: Tensor, sets: Tensor | None, bounded: Tensor | None = None) -> list[dict[str, Any]]:
-    """Of each class: its examples, the share that is predicted as it, and where there are sets, how they do; ready for JSON.
+    """Of each class: its examples, the share that is predicted as it, and where there are sets, how they do; ready for
+    JSON.
 
     For the arguments see `evaluate`. ``coverage`` and ``set_size`` are those of the class's own examples, ``empty`` the
     share of them with an empty set; None without any.

@@ -53,12 +53,6 @@ def left_at(curve: tuple[Floats, Floats], when: Floats, before: bool = False) ->
     return np.concatenate([[1.0], share])[place]
 
 
-def kaplan_meier(y: Tensor, when: Tensor) -> Tensor:
-    """Survival of targets ``[n]`` at times ``[m]``, without a model, ``[m]`` float64."""
-    signed = y.detach().cpu().double().numpy()
-    return torch.from_numpy(left_at(product_limit(np.abs(signed), ~np.signbit(signed)), when.cpu().double().numpy()))
-
-
 def concordance(risk: Floats, y: Floats) -> tuple[float, float]:
     """Harrell's pairs: how many are in order (equal risks count half), and how many can be compared.
 

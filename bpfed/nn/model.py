@@ -81,8 +81,8 @@ class Model:
         Args:
             module: Any module; it is copied, not changed.
             likelihood: Checked against the module's output.
-            example: A small batch of inputs, ``[B, ...]`` or a tree of such (`bpfed.inference.inputs`), to try the module on; different ones show whether it mixes
-                them.
+            example: A small batch of inputs, ``[B, ...]`` or a tree of such (`bpfed.inference.inputs`), to try the
+                module on; different ones show whether it mixes them.
             personal: See `ParameterLayout.of`.
             trainable: Patterns of the parameters that are trained; None: those whose ``requires_grad`` is True.
             tried: Whether it is known to run under ``torch.func`` and not to mix examples, as networks of this package;

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from bpfed._util.imports import lazily
 from bpfed.report.record import RunRecord
 
 if TYPE_CHECKING:
@@ -11,10 +12,5 @@ if TYPE_CHECKING:
 
 __all__ = ["RunRecord", "render", "write"]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("render", "write"):  # imported when first asked for: predictions need no page
-        from bpfed.report import page
-
-        return getattr(page, name)
-    raise AttributeError(f"module 'bpfed.report' has no attribute '{name}'")
+# Imported when first asked for: predictions need no page.
+__getattr__ = lazily(__name__, dict.fromkeys(("render", "write"), "bpfed.report.page"))

@@ -149,12 +149,12 @@ def render(folder: Path, links: str = "") -> str:
             explain="Whether examples or pilot runs were used to calibrate predictions.",
             words=True,
         ),
-        Column("made", "Finished", sort="descending"),
+        Column("made", "Finished", sort="descending", words=True),
     ]
     return html.page(
         "index.html.j2",
         title=f"Runs in {folder.resolve().name or folder}",
-        facts=[text.plural(sum(one.kind == kind for one in found), kind) for kind in ("run", "comparison")],
+        details=[text.plural(sum(one.kind == kind for one in found), kind) for kind in ("run", "comparison")],
         columns=columns,
         rows=[_line(one, shown, links) for one in found],
         notes=wrong,
@@ -172,7 +172,8 @@ def _line(one: Entry, shown: list[str], links: str) -> Line:
     cells += [Cell(one.method, style="words"), Cell(one.data.removeprefix("folder:"), style="words short")]
     cells.append(Cell(text.count(one.clients), f"{one.clients:.0f}" if math.isfinite(one.clients) else None))
     cells.append(Cell(one.calibrated or text.MISSING, style="words short"))
-    cells.append(Cell(when.strftime("%Y-%m-%d %H:%M"), f"{one.made:.0f}"))
+    shown_when = when.strftime("%Y-%m-%d %H:%M").replace("-", "\u2011")  # so that a line breaks before the time alone
+    cells.append(Cell(shown_when, f"{one.made:.0f}", style="words short"))
     name = str(one.path) if one.path.parts else "this folder"
     return Line(
         name, cells, "comparison" if one.kind == "comparison" else "", link=links + _address(one) if one.report else ""

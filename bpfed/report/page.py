@@ -21,7 +21,7 @@ from bpfed.report.sections import ranked, worst_names
 from bpfed.report.verdicts import against_own, errors_known, headline, verdicts, why
 
 _KL = Metric("train_kl", "KL to the prior", text.decimal, "How far training moved the weights from their prior.")
-_FACTS: tuple[tuple[str, Callable[[Any], str]], ...] = (
+_DETAILS: tuple[tuple[str, Callable[[Any], str]], ...] = (
     ("protocol", "{} protocol".format),
     ("partition", text.dealt),
     ("device", "on {}".format),
@@ -95,7 +95,7 @@ def render(run: RunRecord, examples: Mapping[str, Any] | None = None) -> str:
     return html.page(
         "run.html.j2",
         title=run.title,
-        facts=facts(run),
+        details=run_details(run),
         verdict=verdict(run),
         dots=sections.client_dots(run) if run.measures and run.history else [],
         errors=sections.errors(run) if run.measures else None,
@@ -121,10 +121,10 @@ def write(run: RunRecord, path: str | os.PathLike[str]) -> Path:
     return html.write_page(render(run), path)
 
 
-def facts(run: RunRecord) -> list[str]:
+def run_details(run: RunRecord) -> list[str]:
     """Where and how it ran."""
     known = {key: v for key, v in run.summary.items() if v not in (None, "") and (key, v) != ("protocol", "own")}
-    found = [words(known[key]) for key, words in _FACTS if key in known]
+    found = [words(known[key]) for key, words in _DETAILS if key in known]
     if 0 < (seconds := value(run.summary, "seconds")) < math.inf:
         found.append(text.duration(seconds))
     return found
@@ -238,7 +238,8 @@ def baselines(run: RunRecord) -> dict[str, Any] | None:
     own = {m.name: {part: run.last(m.name, part) for part in ("pooled", "mean")} for m in shown}
     rows = [(value(own, "nll", "pooled"), title, own, text.MISSING, "own")]
     for row, rival in zip(run.baselines, run.rivals, strict=True):
-        rows.append((rival.nll, row["title"], row["scores"], f"{rival.lower} of {rival.pairs}", ""))
+        lower = f"{rival.lower} of {rival.pairs}" if rival.pairs else text.MISSING
+        rows.append((rival.nll, row["title"], row["scores"], lower, ""))
     lines = []
     for _, name, scores, lower, style in sorted(rows, key=lambda row: (math.isnan(row[0]), row[0])):
         cells = [(run.in_units(m) or m).show(value(scores, m.name, "pooled")) for m in shown]
@@ -316,7 +317,8 @@ def _bins_table(found: dict[str, Any], bins: int, intervals: bool) -> Table:
         if not n or claimed is None or seen is None:
             continue
         low, high = wilson(seen, n)
-        gap = ("+" if seen > claimed else "") + text.decimal(100 * (seen - claimed), 1)
+        points = round(100 * (seen - claimed), 1)
+        gap = ("+" if points > 0 else "") + text.decimal(points, 1)
         label = text.percent(claimed, 0) if intervals else f"{100 * b / bins:.3g}–{100 * (b + 1) / bins:.3g}\u202f%"
         middle = [] if intervals else [text.count(n)]
         lines.append(Row(label, [*middle, text.percent(seen), f"{100 * low:.0f}–{text.percent(high, 0)}", gap]))

@@ -22,6 +22,8 @@ from bpfed.report.tasks import REPORTS, TaskReport, measures, task_of
 JUDGED = 10
 #: How far the logarithm of a calibration temperature is from 0 before it is worth a word.
 NOTICED = 0.1
+#: Standard errors that a figure may be off by chance.
+BY_CHANCE = 1.96
 #: So many clients are named in a sentence.
 NAMED = 3
 #: What code that reads a record raises where the record is not one that a run wrote.
@@ -69,13 +71,13 @@ class RunRecord:
         name = self.summary.get("title") or self.summary.get("method", "A run")
         if "members" in self.summary:
             name = f"{name} ({text.many(self.summary['members'], 'network')})"
-        facts = [f"{name} on {self.summary.get('data', 'unnamed data')}"]
+        parts = [f"{name} on {self.summary.get('data', 'unnamed data')}"]
         for key, one in (("clients", "client"), ("rounds", "round")):
             if key in self.summary:
-                facts.append(text.many(self.summary[key], one))
+                parts.append(text.many(self.summary[key], one))
         if "seed" in self.summary:
-            facts.append(f"seed {self.summary['seed']}")
-        return ", ".join(facts)
+            parts.append(f"seed {self.summary['seed']}")
+        return ", ".join(parts)
 
     @property
     def measures(self) -> list[Metric]:
@@ -197,8 +199,8 @@ class RunRecord:
             what = f"{text.count(found['within'])} of {text.plural(found['clients'], 'client')}"
             said.append(f"At {what} their share is within what chance allows at {text.percent(found['level'])}.")
         how = {
-            "class": "They are calibrated by class with examples of all clients, so that the level holds for each class over all clients.",
-            "pooled": f"The {kind} of a client are calibrated with its own examples and those of all clients, which together count as 50. The level holds over all clients.",
+            "class": "They are calibrated by class with examples of all clients, so that the level is met for each class on average over clients and calibrations, and not for each client.",
+            "pooled": f"The {kind} of a client are calibrated with its own examples and those of all clients, which together count as {200 if kind == 'intervals' else 50}. The level is met on average over clients and calibrations, and not for each client.",
         }
         said.append(how.get(found.get("by", ""), ""))
         return " ".join(filter(None, said))
@@ -216,13 +218,37 @@ class RunRecord:
 
     @property
     def calibration_advice(self) -> str:
-        """A sentence on how sure the models would learn to be; empty where they have learnt it, or are as sure now."""
+        """A sentence on how sure the models would learn to be; empty where they have learnt it, or are as sure within chance."""
         fitted, asked = self.evaluation.get("fitted_temperature"), self.config.get("run", {})
         settled = asked.get("calibrate", "none") != "none" or asked.get("scaling") == "client" or asked.get("noise")
         if self.calibration_words or fitted is None or settled or abs(math.log(fitted)) < NOTICED:
             return ""
+        if self._confident_by_chance(fitted):
+            return ""
         off = "under-confident" if fitted < 1.0 else "over-confident"
         return f"The predictions are {off}. Train with --calibrate pilot:3 to calibrate them on held-out training examples."
+
+    def _confident_by_chance(self, fitted: float) -> bool:
+        """Whether calibrated predictions of as many examples would often give a temperature as far from 1.
+
+        For classes it is a score test of a temperature of 1 from the bins of the reliability diagram. A bin of n examples
+        with confidence c adds n (share right − c) times the log-odds of c against each other class, all alike. Under
+        calibrated predictions its variance is n c (1 − c) times their square. For numbers the logarithm of a fitted scale
+        has a standard error of 1 / √(2 n).
+        """
+        if self.task.regions == "intervals":
+            examples = sum(int(row.get("test") or 0) for row in self.rows)
+            return abs(math.log(fitted)) < BY_CHANCE / math.sqrt(2.0 * max(examples, 1))
+        bins = self.evaluation["reliability"]
+        others = max(len(self.evaluation.get("classes", ())) - 1, 1)
+        score = variance = 0.0
+        for n, claimed, right in zip(bins["count"], bins["confidence"], bins["accuracy"], strict=True):
+            if n and claimed is not None and right is not None:
+                c = min(max(claimed, 1e-6), 1.0 - 1e-6)
+                slope = math.log(others * c / (1.0 - c))
+                score += n * (right - c) * slope
+                variance += n * c * (1.0 - c) * slope**2
+        return abs(score) < BY_CHANCE * math.sqrt(variance)
 
     @property
     def no_use(self) -> str:
@@ -303,7 +329,7 @@ class RunRecord:
         return [value(entry, metric, part) for entry in self.history]
 
     def last(self, metric: str, part: str = "pooled") -> float:
-        """A metric at the last evaluated round (NaN if it was not measured); AUROC is the mean of clients, see `METRICS`."""
+        """A metric at the last evaluated round, NaN if it was not measured; AUROC is the mean of clients."""
         part = "mean" if (metric, part) == ("auroc", "pooled") else part
         return value(self.history[-1], metric, part) if self.history else math.nan
 

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from bpfed import __version__
 from bpfed._util import text
 from bpfed.metrics.registry import METRICS, Metric, get_metric
-from bpfed.report import charts, rows
+from bpfed.report import charts
 from bpfed.report.charts import Path, wilson
+from bpfed.report.charts import Row as Line
 from bpfed.report.html import Figure, Row, Table
 from bpfed.report.record import JUDGED, RunRecord, value
-from bpfed.report.rows import Row as Line
 from bpfed.report.verdicts import own_model, recalls, verdicts
 
 #: With more clients than this a chart has the worst and the best halves of this number.
@@ -103,7 +103,7 @@ def client_dots(run: RunRecord) -> list[Figure]:
         read += f" Ring: {plain}." if plain else ""
         read += f" The {ROWS // 2} worst and the {ROWS // 2} best of {text.count(len(ranking))} clients." if cut else ""
         title = "Negative log-likelihood" if measure.name == "nll" else own.full
-        figures.append(Figure(f"{title}, client by client", rows.dots(lines, own, own.label), read))
+        figures.append(Figure(f"{title}, client by client", charts.dots(lines, own, own.label), read))
     return figures
 
 
@@ -158,7 +158,7 @@ def client_confidence(run: RunRecord) -> Figure | None:
     read = f"{what} The most over-confident client is at the top; orange dots are off by more than chance."
     read += f" Clients with fewer than {JUDGED} test examples are left out."
     read += f" The {ROWS // 2} first and last of {text.count(len(lines))}." if cut else ""
-    drawn = rows.dots([line for _, line in shown], measure, "claimed and observed")
+    drawn = charts.dots([line for _, line in shown], measure, "claimed and observed")
     return Figure("Claimed and observed, client by client", drawn, read)
 
 
@@ -343,7 +343,7 @@ def _set_sizes(run: RunRecord) -> Figure | None:
         "How many labels the calibrated 90 % prediction sets hold. One label is an answer. More are a short list for a "
         "person. None means that no label is likely enough, so a person should look."
     )
-    return Figure("Sizes of prediction sets", rows.bars(lines, share), read)
+    return Figure("Sizes of prediction sets", charts.bars(lines, share), read)
 
 
 def observed(run: RunRecord) -> Figure | None:
@@ -396,11 +396,11 @@ def effects(run: RunRecord) -> dict[str, Any] | None:
                 )
                 for name, row in usable[:TOP_CLIENTS]
             ],
-            "The darker, the more the predictions of this client depend on the column."
+            "The stronger the colour, the more the predictions of this client depend on the column."
             + (f" The first {TOP_CLIENTS} of {len(usable)} clients." if len(usable) > TOP_CLIENTS else ""),
             "client",
         )
-    return {"said": said, "figure": Figure("Over all clients", rows.bars(lines, rise), read), "matrix": matrix}
+    return {"said": said, "figure": Figure("Over all clients", charts.bars(lines, rise), read), "matrix": matrix}
 
 
 def _plain(x: float, digits: int = 3) -> str:

@@ -104,12 +104,6 @@ def line(points: Sequence[Point], style: str) -> str:
     return f'<path class="{style}" d="{"".join(path)}"/>' if path else ""
 
 
-def cloud(points: Iterable[Point], style: str) -> str:
-    """Many dots as one path. Dots on the same pixel are one, which bounds the size of the file."""
-    places = sorted({(round(x), round(y)) for x, y in points})
-    return f'<path class="{style}" d="{"".join(f"M{x} {y}h0" for x, y in places)}"/>' if places else ""
-
-
 def dot(at: Point, radius: float, style: str, title: str = "") -> str:
     """A disc; ``title`` appears under the pointer."""
     inside = f"<title>{escape(title)}</title>" if title else ""

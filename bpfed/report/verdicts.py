@@ -80,8 +80,14 @@ class Recall(NamedTuple):
 def verdicts(run: RunRecord) -> list[Verdict]:
     """A verdict on each tested client, the worst first."""
     order: list[Level] = ["poor", "care", "good", "unknown"]
-    found = [_verdict(run, place, row) for place, row in enumerate(run.rows) if row.get("test")]
-    return sorted(found, key=lambda one: order.index(one.level))
+    measure = get_metric(run.task.metric)
+
+    def badness(row: dict[str, Any]) -> float:
+        score = value(row, measure.name)
+        return math.inf if math.isnan(score) else -score if measure.high_is_good else score
+
+    found = [(_verdict(run, place, row), badness(row)) for place, row in enumerate(run.rows) if row.get("test")]
+    return [one for one, bad in sorted(found, key=lambda pair: (order.index(pair[0].level), -pair[1]))]
 
 
 def headline(run: RunRecord, found: Sequence[Verdict]) -> str:
@@ -134,11 +140,11 @@ def against_own(run: RunRecord) -> str:
 def summary(run: RunRecord) -> dict[str, Any]:
     """The report for programs: what the run is, its metrics, and the verdict on each client."""
     found = verdicts(run) if run.measures and run.history else []
-    facts = ("method", "data", "partition", "protocol", "rounds", "clients", "seed", "seconds", "device")
+    keys = ("method", "data", "partition", "protocol", "rounds", "clients", "seed", "seconds", "device")
     return {
         "title": run.title,
         "bpfed": run.config.get("bpfed"),
-        **{key: run.summary[key] for key in facts if key in run.summary},
+        **{key: run.summary[key] for key in keys if key in run.summary},
         "metrics": {
             m.name: {"last": run.last(m.name), "client_mean": run.mean(m.name), "worst_client": run.worst(m.name)}
             for m in run.measures

@@ -89,10 +89,10 @@ def adapt(
     steps: int | None = None,
     lr: float | None = None,
     name: str = "newcomer",
-    preparation: Preprocessor | None = None,
+    preprocessor: Preprocessor | None = None,
 ) -> NewClient:
-    """See `Run.adapt`; ``preparation`` is the newcomer's own, where it has one."""
-    data = _data(federation.data, name, x, y, preparation)
+    """See `Run.adapt`; ``preprocessor`` is the newcomer's own, where it has one."""
+    data = _data(federation.data, name, x, y, preprocessor)
     if name in federation.data.clients:
         raise UserError(f"The run already has a client '{name}'; give the newcomer another name.")
     if steps is not None:
@@ -166,7 +166,8 @@ def load_newcomer(federation: Federation, path: Path) -> NewClient:
 def _alone(federation: Federation, method: Method, data: FederatedData) -> Federation:
     """A finished federation of one client, with the shared state of another."""
     settings = federation.settings
-    # A newcomer to a regression learns its own noise to the end; the run's calibration temperature makes up for clients that do not.
+    # A newcomer to a regression learns its own noise to the end; the run's calibration temperature makes up for clients
+    # that do not.
     calibration_temperature = federation.calibration_temperature if data.task_type.has_classes else 1.0
     settings = replace(
         settings,
@@ -182,7 +183,7 @@ def _alone(federation: Federation, method: Method, data: FederatedData) -> Feder
     return alone
 
 
-def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preprocessor | None) -> FederatedData:
+def _data(of: FederatedData, name: str, x: Any, y: Any, preprocessor: Preprocessor | None) -> FederatedData:
     if (x is None) != (y is None):
         raise UserError("A newcomer's examples are inputs and targets; give both x and y, or neither.")
     kind = of.task_type.dtype
@@ -205,9 +206,9 @@ def _data(of: FederatedData, name: str, x: Any, y: Any, preparation: Preprocesso
         )
     train = Examples(x, y.to(kind), torch.tensor([0, len(y)]))
     none = Examples(inputs.take(x, slice(0)), train.y[:0], torch.zeros(2, dtype=torch.int64))
-    kept = preparation or of.preparation
+    kept = preprocessor or of.preprocessor
     kept = kept.alone(name) if kept is not None else None
-    data = replace(of, clients=(name,), train=train, test=none, calibration=None, preparation=kept)
+    data = replace(of, clients=(name,), train=train, test=none, calibration=None, preprocessor=kept)
     return data.check() if len(y) else data
 
 

@@ -74,7 +74,7 @@ class Baseline(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Of each test row under a baseline, ``[E]`` each: the loss that its task is judged by (None: it has none), and the NLL."""
+    """Losses of test rows under a baseline, ``[E]`` each: that of the task (None: it has none), and the NLL."""
 
     loss: Tensor | None
     nll: Tensor

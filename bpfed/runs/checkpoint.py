@@ -111,8 +111,8 @@ def restore(folder: Path, federation: Federation, run: str | None = None) -> Res
     Args:
         folder: Of the checkpoints.
         federation: Of the same settings.
-        run: The word for the run that they must be of (`bpfed.report.manifest`); None: it is not known. A checkpoint that says
-            nothing of its run is of an earlier version.
+        run: The word for the run that they must be of (`bpfed.report.manifest`); None: it is not known. A checkpoint
+            that says nothing of its run is of an earlier version.
 
     Raises:
         UserError: There are checkpoints, but none of them is sound or fits.

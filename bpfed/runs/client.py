@@ -57,8 +57,8 @@ class Client:
 
         Args:
             source: For a run on tables the path of a CSV, TSV, Parquet or NPZ file, a data frame of pandas or polars, a
-                dataset of Hugging Face, a mapping of columns by name, a `bpfed.data.Table`, or an array ``[n, C]`` with ``columns``. For a run on
-                arrays the path of an NPZ file with ``x``.
+                dataset of Hugging Face, a mapping of columns by name, a `bpfed.data.Table`, or an array ``[n, C]`` with
+                ``columns``. For a run on arrays the path of an NPZ file with ``x``.
             columns: The names of an array's columns.
 
         Returns:
@@ -148,7 +148,7 @@ class Client:
     ) -> Path:
         """Write this client's model to a file that can be used without bpfed.
 
-        A graph takes raw inputs, with the preparation of tables and the scaling of images inside, and gives what
+        A graph takes raw inputs, with the preprocessing of tables and the scaling of images inside, and gives what
         `predict` does. It is compared with `predict` on a few rows first, and not written if it differs by more than
         1e-5.
 
@@ -176,7 +176,7 @@ class Client:
         data = self.run.data
         if isinstance(x, Rows):
             x = x.x
-        elif isinstance(x, str | Path) or columns is not None or (data.preparation is not None and not prepared):
+        elif isinstance(x, str | Path) or columns is not None or (data.preprocessor is not None and not prepared):
             if prepared:
                 raise UserError("Only arrays without column names can be prepared already; omit prepared.")
             x = self.read(x, columns).x
@@ -189,7 +189,7 @@ class Client:
         return x
 
     def calibration_for(self, how: How, draws: int) -> tuple[float, Conformal | None]:
-        """Temperature and what bounds conformal scores for predictions made in this way; 1 and None where there are none."""
+        """The temperature and the conformal scores for predictions made in this way; 1 and None where there are none."""
         federation, kept = self.run.federation, self.run.calibration
         if kept is not None and (kept.how, kept.draws) == (how, draws):
             return kept.client(self.index)
@@ -208,7 +208,7 @@ def prediction_columns(
     rule: Rule | None = None,
 ) -> dict[str, list[str]]:
     """Predictions as columns of text, by name, in the units of the tables; the last says what is unlike training."""
-    made = data.preparation
+    made = data.preprocessor
     mean, unit = (0.0, 1.0) if made is None else (made.target_mean, made.target_scale)
     columns = data.task_type.columns(found, TargetColumn(data.class_names, mean, unit, times), level, abstain)
     if rule is not None:

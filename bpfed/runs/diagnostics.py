@@ -73,7 +73,7 @@ def column_effects(federation: Federation, clients: Tensor) -> dict[str, Any]:
         ``rises``, of each of these clients the rise of each column (None: too few rows); ``rows``, how many took part;
         or ``skipped``, a sentence.
     """
-    data, made = federation.data, federation.data.preparation
+    data, made = federation.data, federation.data.preprocessor
     if made is None or not data.flat or not len(data.test.y) or not isinstance(data.test.x, Tensor):
         return {}
     groups: dict[str, list[int]] = {}

@@ -40,7 +40,18 @@ from bpfed.inference.predictive import (
 )
 from bpfed.inference.rng import Purpose
 from bpfed.methods.base import rows
-from bpfed.runs.graph import MISSING_CODE, STACK, UNDONE, ArrayInputs, Column, Scorer, TableInputs, Untouched, recording
+from bpfed.runs.graph import (
+    MISSING_CODE,
+    STACK,
+    UNDONE,
+    ArrayInputs,
+    Column,
+    Scorer,
+    TableInputs,
+    Untouched,
+    check_recoding,
+    recording,
+)
 
 if TYPE_CHECKING:
     from bpfed.runs.client import Client
@@ -108,6 +119,8 @@ def export(
     if format == "safetensors":
         content = weights_file(client, draws)
     else:
+        if client.run.data.preprocessor is not None:
+            check_recoding(client.run.data.preprocessor)
         if format == "onnx":
             _check_installed()
         content = graph_file(client, format, how, draws, level)
@@ -178,7 +191,7 @@ def _named(kind: str, client: Client, vector: Tensor) -> dict[str, Tensor]:
 def _about(client: Client) -> dict[str, Any]:
     """What every file says of itself; of other clients nothing is in it."""
     data, federation = client.run.data, client.run.federation
-    made = data.preparation
+    made = data.preprocessor
     return {
         "version": VERSION,
         "bpfed": __version__,
@@ -271,8 +284,8 @@ def _numbers(column: Column, prepare: TableInputs, g: torch.Generator) -> Tensor
     feature, steps = column.feature, prepare.steps[column.feature.name]
     values = feature.mean + (feature.scale or 1.0) * torch.randn(TRIED, generator=g, dtype=torch.float64)
     if feature.coded:
-        levels = torch.tensor([float(level) for level in feature.levels], dtype=torch.float64)
-        values[::2] = levels[torch.arange(len(values[::2])) % len(levels)]
+        categories = torch.tensor([float(category) for category in feature.categories], dtype=torch.float64)
+        values[::2] = categories[torch.arange(len(values[::2])) % len(categories)]
     for conversion in reversed(steps):
         for sign, number in reversed(conversion.steps):
             values = UNDONE[sign](values, number)
@@ -282,7 +295,7 @@ def _numbers(column: Column, prepare: TableInputs, g: torch.Generator) -> Tensor
 
 def _codes(column: Column) -> Tensor:
     """All kinds of words: missing, unseen, and those of training."""
-    count = len(column.feature.levels)
+    count = len(column.feature.categories)
     return (torch.arange(TRIED) + column.place) % (count + 2) + MISSING_CODE
 
 
@@ -298,7 +311,7 @@ def reference(client: Client, scorer: Scorer, raw: Mapping[str, Tensor], draws: 
             run.say = said
     else:
         given = prepare(*raw.values())
-        found = client.predict(given, draws, scorer.how, prepared=client.run.data.preparation is not None)
+        found = client.predict(given, draws, scorer.how, prepared=client.run.data.preprocessor is not None)
     return [scorer.finished(found, shift) for shift in (0.0, -TOLERANCE, TOLERANCE)]
 
 
@@ -311,7 +324,7 @@ def _table(prepare: TableInputs, raw: Mapping[str, Tensor]) -> Table:
 
 def _spelt(column: Column, codes: Tensor) -> list[str]:
     """Words that have these codes."""
-    words = [*column.feature.levels, "a word that no training row has", ""]  # the last one is missing, code -1
+    words = [*column.feature.categories, "a word that no training row has", ""]  # the last one is missing, code -1
     return [words[code] for code in codes.tolist()]
 
 
@@ -398,8 +411,8 @@ def _inputs(prepare: nn.Module, raw: Mapping[str, Tensor]) -> list[dict[str, Any
                 "columns": [
                     {
                         "name": c.name,
-                        "codes": {level: code for code, level in enumerate(c.feature.levels)},
-                        "any other word": len(c.feature.levels),
+                        "codes": {category: code for code, category in enumerate(c.feature.categories)},
+                        "any other word": len(c.feature.categories),
                         "words for missing": sorted(word for word, code in c.codes.items() if code == MISSING_CODE),
                     }
                     for c in prepare.words
@@ -537,7 +550,7 @@ def _by_column(model: Any, prepare: TableInputs) -> list[dict[str, Any]]:
             given.append(helper.make_tensor_value_info(name, kind, [dimension]))
             about = {"name": name, "column": column.name, "shape": ["rows"]}
             about |= {"type": "double", "missing": "NaN"} if column.number else {"type": "string", "missing": ""}
-            said.append(about if column.number else about | {"words": list(column.feature.levels)})
+            said.append(about if column.number else about | {"words": list(column.feature.categories)})
             source = name
             if not column.number:
                 known, source = column.codes, _free(f"{part}_code", taken)
@@ -549,7 +562,7 @@ def _by_column(model: Any, prepare: TableInputs) -> list[dict[str, Any]]:
                         domain="ai.onnx.ml",
                         keys_strings=list(known),
                         values_int64s=list(known.values()),
-                        default_int64=len(column.feature.levels),
+                        default_int64=len(column.feature.categories),
                     )
                 )
             nodes.append(helper.make_node("Unsqueeze", [source, axis], [part]))

@@ -16,14 +16,14 @@ from bpfed import methods
 from bpfed._util import text
 from bpfed._util.console import to_stderr
 from bpfed._util.errors import UserError, quoted
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.registry import PREFIX
 from bpfed.config.schema import changed
 from bpfed.config.settings import Settings
 from bpfed.data.checks.clients import unscaled
+from bpfed.data.datasets import load
 from bpfed.data.federated import HELD, FederatedData, held_out, untested
-from bpfed.data.load import load
 from bpfed.data.tabular.frames import is_named, is_partitioned
 from bpfed.engine.evaluate import sets_of
 from bpfed.engine.federation import Federation, check_data
@@ -74,7 +74,7 @@ def fit(
         back_to: With ``resume``, go on from the state after this round; those of the newest rounds are kept.
         callbacks: See `bpfed.callbacks`.
         progress: Whether to show it on stderr; None: on a terminal, if the run takes more than two seconds.
-        say: Called with each sentence that the user should read, such as on a damaged checkpoint; None: to stderr.
+        say: Called with each message for the user; None: these go to stderr.
         settings: See `Settings`; single ones can be given by name, e.g. ``rounds=50, seed=0``.
     """
     settings = changed(settings or Settings(), changes)
@@ -132,7 +132,7 @@ def fit_seeds(
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A training that is asked for. For the attributes see `fit`.
+    """A request to train a run; for attributes that are not listed see `fit`.
 
     Attributes:
         method: None: the usual one for these data.
@@ -158,12 +158,12 @@ def train_runs(
     display: Progress | None = None,
     **pilots: Any,
 ) -> list[Run]:
-    """Make runs ready and train them side by side: the one way from a request to a trained run.
+    """Prepare runs and train them side by side; `fit`, commands and comparisons all call this.
 
     Args:
         requests: Of one method, or of methods that can be stacked.
-        say: Called with each sentence that the user should read.
-        display: Shows how far pilots are.
+        say: Called with each message for the user.
+        display: Shows the progress of pilots.
         pilots: How calibration pilots differ from the runs (see `run_calibration_pilots`).
     """
     return train_ready([get_ready(request, say, display) for request in requests], requests, display, **pilots)
@@ -237,7 +237,7 @@ def method_of(method: Method | str | None, data: FederatedData | None = None) ->
 
 def is_flat_file(data: FederatedData) -> bool:
     """Whether data are tables or other files of flat inputs, for which the method is always the same."""
-    files = data.preparation is not None or data.name.startswith(PREFIX)
+    files = data.preprocessor is not None or data.name.startswith(PREFIX)
     return files and len(data.input_shape) == 1
 
 
@@ -256,10 +256,10 @@ def decided(
     say: Callable[[str], None] = lambda sentence: None,
     display: Progress | None = None,
 ) -> tuple[Method, Settings]:
-    """The method and the settings of a run once everything is chosen that the data decide (`bpfed.runs.pilot`).
+    """The method and settings of a run, after a choice on held-out data (`bpfed.runs.pilot`).
 
-    That is what the method offers; and where there is none and the data are no tables, the method too. A run that is
-    resumed goes on with what was chosen for it. For the arguments see `fit`.
+    The choice is between the settings that a method offers and, where no method is given and the data are no tables,
+    between methods. A resumed run keeps its choice. For the arguments see `fit`.
     """
     usual = method_of(method, data)
     between = method is None and isinstance(data, FederatedData) and not is_flat_file(data) and settings.adapt == "auto"
@@ -270,7 +270,7 @@ def decided(
 
         return read(folder.begun).method, replace(settings, adapt="off")
     check_selection(usual, settings)
-    # So that what cannot be run is refused at once; only the run itself has a folder to keep states in.
+    # Refuse what cannot be run before any pilot; only the run itself has a folder for states.
     prepare(usual, data, replace(settings, store="memory"), model, likelihood)
     chosen = replace(settings, adapt="off")
     if not between:
@@ -331,7 +331,7 @@ def prepare(
 
 
 def _participation_notes(run: Run) -> list[str]:
-    """Who will never take part, in a sentence; the draw follows from the seed."""
+    """A message on clients that no round will draw, which follows from the seed."""
     never = run.federation.never_drawn()
     if never is None or not len(never):
         return []

@@ -37,7 +37,7 @@ from bpfed._util.files import (
     write_whole,
     writing,
 )
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.config.migrations import current_record
 from bpfed.config.schema import differences
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
@@ -106,7 +106,8 @@ class Folder(Callback):
         return learnt(self.path, lenient=True) if self.resume and (self.path / CONFIG).exists() else None
 
     def begin_pilots(self, run: Run) -> None:
-        """Before the first calibration pilot: the folder is this process's own from here on, until `release` or the run's end.
+        """Before the first calibration pilot: the folder is this process's own from here on, until `release` or the
+        run's end.
 
         Calibration pilots of another configuration are thrown away.
 
@@ -125,7 +126,7 @@ class Folder(Callback):
             write_whole(kept, config)
 
     def check_pilots(self, run: Run) -> None:
-        """Raise unless what is in its calibration pilots here, and is to be resumed, is this run; say that it is resumed."""
+        """Raise unless the calibration pilots that are kept here are of this run; say that they are resumed."""
         if self.resume and self._piloting:
             self._same(run.config(), self.pilots / CONFIG)
             run.say("Resuming the calibration pilots.")
@@ -364,7 +365,7 @@ def learnt(folder: Path, lenient: bool = False) -> float | None:
                 manifest.check(folder, [LEARNT])
             return _temperature(manifest.copies[LEARNT]) if LEARNT in manifest.copies else None
         return _temperature(path.read_bytes()) if path.exists() else None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"'{path}' is damaged ({error}); delete it to repeat the calibration pilots.") from error
 
 

@@ -1,6 +1,6 @@
 """A client's model as one module from raw inputs to predictions, which `torch.export` can record.
 
-The module computes what `Client.predict` does with the same code: preparation of the inputs, the task's own prediction,
+The module computes what `Client.predict` does with the same code: preprocessing of the inputs, the task's own prediction,
 temperatures and calibrated sets. Weights are fixed: draws are made once, with the keys that prediction uses.
 """
 
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from bpfed._util.errors import UserError
-from bpfed.data.load import names, source_of
+from bpfed.data.datasets import names, source_of
 from bpfed.data.sources.pooled import Entry, entry
 from bpfed.data.tabular.preprocessing import Feature, Preprocessor
 from bpfed.data.tabular.recode import MissingValues
@@ -87,13 +87,22 @@ class Column(NamedTuple):
         missing = MISSING | self.gone
         gone = {spelt for word in missing for spelt in (word, word.upper(), word.capitalize(), word.title(), "NaN")}
         found = dict.fromkeys(sorted(gone), MISSING_CODE)
-        for code, level in enumerate(self.feature.levels):
-            found |= {level: code}
-            found |= {level.upper(): code, level.capitalize(): code} if level in TRUTH else {}
+        for code, category in enumerate(self.feature.categories):
+            found |= {category: code}
+            found |= {category.upper(): code, category.capitalize(): code} if category in TRUTH else {}
         return found
 
 
 # --- Raw inputs to those of the network -------------------------------------------------------------------------------
+
+
+def check_recoding(made: Preprocessor) -> None:
+    """Raise a `UserError` if the run recodes columns in a way that a graph has no operations for."""
+    if said := [key for key in ("map", "dates", "text") if getattr(made.recoding, key)]:
+        raise UserError(
+            f"The run recodes columns by --{said[0]}, which works on text and has no counterpart in an exported graph; "
+            "use 'bpfed serve', or train on tables that are recoded already."
+        )
 
 
 class TableInputs(nn.Module):
@@ -114,7 +123,7 @@ class TableInputs(nn.Module):
     coded_value: Tensor
     word_column: Tensor
     word_code: Tensor
-    levels: Tensor
+    categories: Tensor
     other: Tensor
     order: Tensor
 
@@ -122,11 +131,7 @@ class TableInputs(nn.Module):
         super().__init__()
         self.made = made
         recoding = made.recoding
-        if said := [key for key in ("map", "dates", "text") if getattr(recoding, key)]:
-            raise UserError(
-                f"The run recodes columns by --{said[0]}, which works on text and has no counterpart in an exported graph; "
-                "use 'bpfed serve', or train on tables that are recoded already."
-            )
+        check_recoding(made)
         renames, _, conversions, _ = recoding._parsed
         called = {r.new: r.column for r in renames if r.client in (None, client)}
         used = [f for f in made.features if f.inputs]
@@ -146,14 +151,14 @@ class TableInputs(nn.Module):
         self._constant("mean", [mean for mean, _ in pairs])
         self._constant("scale", [scale if f.scale else 1.0 for f, (_, scale) in zip(numbers, pairs, strict=True)])
         self._constant("fill", fill)
-        coded = [(k, float(level)) for k, f in enumerate(numbers) if f.scale for level in f.levels]
+        coded = [(k, float(category)) for k, f in enumerate(numbers) if f.scale for category in f.categories]
         self._constant("coded_column", [k for k, _ in coded], torch.int64)
         self._constant("coded_value", [value for _, value in coded])
-        spelt = [(k, code) for k, f in enumerate(words) if f.scale for code in range(len(f.levels))]
+        spelt = [(k, code) for k, f in enumerate(words) if f.scale for code in range(len(f.categories))]
         self._constant("word_column", [k for k, _ in spelt], torch.int64)
         self._constant("word_code", [code for _, code in spelt], torch.int64)
-        self._constant("levels", [len(f.levels) for f in words], torch.int64)
-        rest = [f.levels.index(OTHER) if OTHER in f.levels else MISSING_CODE - 1 for f in words]
+        self._constant("categories", [len(f.categories) for f in words], torch.int64)
+        rest = [f.categories.index(OTHER) if OTHER in f.categories else MISSING_CODE - 1 for f in words]
         self._constant("other", rest, torch.int64)
         self._constant("order", self._order(numbers, words), torch.int64)
 
@@ -164,16 +169,16 @@ class TableInputs(nn.Module):
         """The place of each input of the network among the blocks of `forward`."""
         blocks = [
             *((f.name, "value") for f in numbers),
-            *((f.name, f"level {level}") for f in numbers if f.scale for level in f.levels),
+            *((f.name, f"category {category}") for f in numbers if f.scale for category in f.categories),
             *((f.name, "missing") for f in numbers),
-            *((f.name, f"level {level}") for f in words if f.scale for level in f.levels),
+            *((f.name, f"category {category}") for f in words if f.scale for category in f.categories),
             *((f.name, "missing") for f in words),
         ]
         place = {block: k for k, block in enumerate(blocks)}
         found = []
         for f in self.made.features:
             value = ["value"] if f.kind != "words" else []
-            parts = [*value, *(f"level {level}" for level in f.levels)] if f.scale else []
+            parts = [*value, *(f"category {category}" for category in f.categories)] if f.scale else []
             found += [place[f.name, part] for part in (*parts, *(["missing"] if f.indicator else []))]
         return found
 
@@ -198,7 +203,7 @@ class TableInputs(nn.Module):
                 found.append((numbers[:, self.coded_column] == self.coded_value).double())
             found.append(gaps.double())
         if codes is not None:
-            known = torch.where(codes == self.levels, self.other, codes)
+            known = torch.where(codes == self.categories, self.other, codes)
             if len(self.word_column):
                 found.append((known[:, self.word_column] == self.word_code).double())
             found.append((codes == MISSING_CODE).double())
@@ -274,9 +279,9 @@ class Untouched(nn.Module):
         return tuple(parts)
 
 
-def preparation_of(data: FederatedData, client: str) -> nn.Module:
+def preprocessor_of(data: FederatedData, client: str) -> nn.Module:
     """What a client's raw inputs go through before the network."""
-    made = data.preparation
+    made = data.preprocessor
     if made is not None and made.shape is None:
         return TableInputs(made, client)
     if made is not None:
@@ -359,9 +364,9 @@ class Scorer(nn.Module):
         federation, who = run.federation, torch.tensor([client.index])
         self.how, self.level = how, level
         self.draws = draws or federation.settings.eval_draws
-        self.prepare = preparation_of(run.data, client.name)
+        self.prepare = preprocessor_of(run.data, client.name)
         self.task = run.data.task_type
-        made = run.data.preparation
+        made = run.data.preprocessor
         self.target = TargetColumn(
             run.data.class_names, *((0.0, 1.0) if made is None else (made.target_mean, made.target_scale))
         )

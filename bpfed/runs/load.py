@@ -28,12 +28,11 @@ from bpfed._util.files import (
     from_toml,
     part,
 )
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.config import reader
 from bpfed.config.migrations import check_states, current_config
 from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
-from bpfed.data.tabular import federate
 from bpfed.data.tabular.preprocessing import gathered
 from bpfed.data.tabular.table import Table
 from bpfed.engine.federation import Federation, pick_device
@@ -207,17 +206,19 @@ def rows_of(run: LoadedRun, data_dir: Path | None = None) -> list[Tested]:
         UserError: The run is not on tables, or they are not what they were when it was trained.
     """
     asked = reader.read(run.folder / CONFIG)
-    made = run.data.preparation
+    made = run.data.preprocessor
     read = asked.tables(data_dir)
     if made is None or not read:
         raise UserError(
             f"'{run.folder}' is not a run on tables, whose test rows could be found in a file; omit --test."
         )
     again = asked.load_data(data_dir, read)
-    if again.preparation != made:
+    if again.preprocessor != made:
         raise UserError(
             f"'{asked.data.name}' has changed since the run in '{run.folder}', so its test rows cannot be told; restore it."
         )
+    from bpfed.data.tabular import federate
+
     fraction = federate.TEST_FRACTION if asked.data.test_fraction is None else asked.data.test_fraction
     found = []
     for client in run.data.clients:

@@ -7,7 +7,6 @@ what needs those is left out here, or handed over by who knows it.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from bpfed import __version__
 from bpfed._util.errors import UserError
-from bpfed._util.files import DATA
+from bpfed._util.files import DATA, from_json
 from bpfed.config.registry import PREFIX, located, shown
 from bpfed.config.schema import PLACE
 from bpfed.data.federated import Examples, FederatedData
@@ -51,7 +50,7 @@ def config(federation: Federation) -> dict[str, Any]:
         "clients": len(data),
         "test_fraction": data.test_fraction,
         "seed": data.seed,
-        **(data.preparation.settings() if data.preparation is not None else {}),
+        **(data.preprocessor.settings() if data.preprocessor is not None else {}),
     }
     if data.name.startswith(PREFIX):
         record[PLACE] = located(data.name).removeprefix(PREFIX)
@@ -112,7 +111,7 @@ def detail(
         found["metrics"] = own
     if len(data.labels) == 2:
         found["labels"] = list(data.labels)
-    if data.task_type.standardised and (made := data.preparation) is not None:
+    if data.task_type.standardised and (made := data.preprocessor) is not None:
         found["target"] = {"name": made.target, "scale": made.target_scale}
     return found
 
@@ -194,7 +193,7 @@ def card(data: FederatedData) -> dict[str, Any]:
         "train_sizes": data.train.sizes.tolist(),
         "test_sizes": data.test.sizes.tolist(),
         **({"classes_seen": _seen(data)} if data.task_type.has_classes else {}),
-        "preparation": None if data.preparation is None else data.preparation.record(),
+        "preparation": None if data.preprocessor is None else data.preprocessor.record(),
     }
 
 
@@ -249,12 +248,12 @@ def without_examples(record: dict[str, Any]) -> FederatedData:
         clients=tuple(record["clients"]),
         train=none,
         test=none,
-        preparation=None if prepared is None else Preprocessor.from_record(prepared),
+        preprocessor=None if prepared is None else Preprocessor.from_record(prepared),
     )
-    if (made := data.preparation) is not None:
+    if (made := data.preprocessor) is not None:
         inputs = made.shape or (len(made.input_names),)
         if inputs != data.input_shape or made.task != data.task or made.labels != data.labels:
-            raise ValueError("its preparation is of other data")
+            raise ValueError("its preprocessing is of other data")
     return data
 
 
@@ -288,11 +287,11 @@ def _check(record: dict[str, Any]) -> None:
         raise ValueError("'classes_seen' does not fit the clients")
 
 
-def preparation_of(folder: Path) -> Preprocessor | None:
+def preprocessor_of(folder: Path) -> Preprocessor | None:
     """How a run folder prepares tables; None: its data are no tables."""
     path = folder / DATA
     try:
-        found = json.loads(path.read_text())["preparation"]
+        found = from_json(path.read_bytes())["preparation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"'{path}' cannot be read ({error}); give the folder of another run.") from error
     return None if found is None else Preprocessor.from_record(found)

@@ -25,7 +25,7 @@ from torch import nn
 from bpfed._util import text
 from bpfed._util.errors import Diverged, UserError
 from bpfed._util.scores import student
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.callbacks.progress import Progress
 from bpfed.config.settings import MAX_TEMPERATURE, MIN_TEMPERATURE, Settings
 from bpfed.data.federated import HELD, FederatedData, held_out
@@ -71,8 +71,8 @@ def run_calibration_pilots(
 
     Args:
         runs: Of one method. On a GPU all their calibration pilots are trained side by side, elsewhere in turn.
-        folders: The runs' own, where calibration pilots are kept until a run begins, so that one that was broken off goes on.
-            They are this process's own until their runs end, or something is raised here.
+        folders: The runs' own, where calibration pilots are kept until a run begins, so that one that was broken off
+            goes on. They are this process's own until their runs end, or something is raised here.
         display: Shows how far they are.
         held: Part of each client's training examples that is held out.
         changes: Settings of calibration pilots that differ from the run's.
@@ -121,7 +121,8 @@ def pending(federation: Federation) -> bool:
 
 
 def common(fitted: Iterable[float]) -> float:
-    """The calibration temperature that several cuts of the data agree on: their geometric mean, to four digits, and within bounds."""
+    """The calibration temperature that several cuts of the data agree on: their geometric mean, to four digits, and
+    within bounds."""
     logs = [math.log(min(max(temperature, MIN_TEMPERATURE), MAX_TEMPERATURE)) for temperature in fitted]
     return float(f"{math.exp(sum(logs) / len(logs)):.4g}")
 
@@ -507,10 +508,20 @@ def comparable(tried: Sequence[ScoredCandidate]) -> tuple[ScoredCandidate, ...]:
 
     In a simulation these are all clients. In a deployment a site may be away when a candidate is scored. A candidate
     that diverged has no score of any client, and stays as it is.
+
+    Where no candidate has a number at all clients, those without one for the candidate that most have scored count
+    nothing either, unless they are more than half: so no client alone can end a run.
     """
     sound = [one for one in tried if np.isfinite(one.sums).all()]
     if not sound:
-        return tuple(tried)
+        lost = min((~np.isfinite(one.sums) for one in tried), key=np.count_nonzero)
+        if 2 * np.count_nonzero(lost) > np.count_nonzero(np.any([one.examples > 0 for one in tried], axis=0)):
+            return tuple(tried)
+        tried = [
+            replace(one, sums=np.where(lost, 0.0, one.sums), examples=np.where(lost, 0.0, one.examples))
+            for one in tried
+        ]
+        sound = [one for one in tried if np.isfinite(one.sums).all()]
     same = np.all([one.examples == sound[0].examples for one in sound], axis=0)
     if not (same & (sound[0].examples > 0)).any():
         raise Unscored(
@@ -565,7 +576,8 @@ def score_methods(
 ) -> list[Scores]:
     """How pilot runs of these methods did on each part of the data, all of them side by side.
 
-    With ``calibrated`` each is scored with the calibration temperature that suits it best. Should one of them diverge, they are run one by one, to know which; its score is then infinite.
+    With ``calibrated`` each is scored with the calibration temperature that suits it best. Should one of them diverge,
+    they are run one by one, to know which; its score is then infinite.
     """
     starts = [
         Federation.start(methods[0], part, replace(settings, seed=settings.seed + at), model, likelihood)

@@ -15,13 +15,12 @@ from bpfed._util import text
 from bpfed._util.console import to_stderr
 from bpfed._util.errors import Diverged, UserError, unknown
 from bpfed._util.files import to_toml
-from bpfed.callbacks.base import Callback
+from bpfed.callbacks import Callback
 from bpfed.config.settings import Settings
 from bpfed.data.federated import FederatedData
 from bpfed.data.tabular.rows import read_rows
 from bpfed.engine.evaluate import calibrate, evaluate_clients, tested_clients
 from bpfed.engine.federation import Federation
-from bpfed.engine.simulator import RoundInfo, Simulator
 from bpfed.inference.calibration import Calibration
 from bpfed.inference.likelihoods import Likelihood
 from bpfed.inference.predictive import How
@@ -30,12 +29,12 @@ from bpfed.metrics.registry import BUILT_IN, shown_at
 from bpfed.report import RunRecord
 from bpfed.report.record import temperature_name, temperature_words
 from bpfed.runs import metadata
-from bpfed.runs.baselines import Losses, baselines, wanted
 from bpfed.runs.client import Client
-from bpfed.runs.diagnostics import diagnostics
 
 if TYPE_CHECKING:
+    from bpfed.engine.simulator import RoundInfo
     from bpfed.runs.adapt import NewClient
+    from bpfed.runs.baselines import Losses
     from bpfed.runs.export import Format
     from bpfed.runs.load import LoadedRun
 
@@ -143,7 +142,7 @@ class Run:
         return record
 
     def _given(self, callback: Callback) -> dict[str, Any]:
-        """The numbers among a callback's metrics, as a line of metrics holds them; its scores become the evaluation's."""
+        """A callback's numbers for the line of metrics; its scores of clients are added to the evaluation."""
         assert self.evaluation is not None
         (found, clients), numbers = self.evaluation, {}
         for name, value in callback.metrics(self).items():
@@ -206,7 +205,7 @@ class Run:
         columns: Sequence[str] | None = None,
         prepared: bool = False,
     ) -> NewClient:
-        """Let a client that took no part in training join: it learns its own factors, the shared ones stay as they are.
+        """Let a client that took no part in training join: it learns personal weights; shared ones stay as they are.
 
         Args:
             x: Its labelled rows; one example is enough. The path of a file; for a run on tables also a data frame, a
@@ -214,26 +213,26 @@ class Run:
                 those of training were. Without examples it predicts from what the run knows of clients in general.
             y: Its targets, ``[n]``. For arrays a class is its place in ``data.labels``. For rows of a table they are as
                 the tables have them, and None if they are in the column ``target``. With a path they are in the file.
-            steps: Local steps, rounded up to whole passes over its examples; None: five hundred. Methods that say
-                themselves how a client is tuned (FedAvg not at all, Per-FedAvg, FedBABU) take no heed of it.
+            steps: Local steps, rounded up to whole passes over its examples; None: five hundred. Methods with a
+                fine-tuning of their own (FedAvg: none; Per-FedAvg, FedBABU) ignore it.
             lr: Step size; None: the method's.
-            name: What it is called; its randomness follows the name.
+            name: Its name, from which its random numbers are derived.
             target: The column of a file's or a table's targets; None: the one that the run predicts.
             columns: For a run on tables, the names of an array's columns: they are scaled as in training.
             prepared: For a run on tables, whether ``x`` and ``y`` are prepared already, as ``data.train`` is.
         """
         from bpfed.runs.adapt import adapt
 
-        preparation = None
-        in_file, tables = isinstance(x, str | Path), self.data.preparation is not None
+        preprocessor = None
+        in_file, tables = isinstance(x, str | Path), self.data.preprocessor is not None
         if in_file and y is not None:
             raise UserError(f"The targets are in '{x}'; leave y out.")
         if in_file or columns is not None or (x is not None and tables and not prepared):
             if prepared:
                 raise UserError("Only arrays without column names can be prepared already; omit prepared.")
             read = read_rows(self.data, x, name, self.say, labelled=True, target=target, columns=columns, y=y)
-            x, y, preparation = read.x, read.y, read.preparation
-        made = adapt(self.federation, x, y, steps=steps, lr=lr, name=name, preparation=preparation)
+            x, y, preprocessor = read.x, read.y, read.preprocessor
+        made = adapt(self.federation, x, y, steps=steps, lr=lr, name=name, preprocessor=preprocessor)
         made.run.say = self.say
         if made.remark:
             self.say(made.remark)
@@ -260,7 +259,7 @@ class Run:
         Args:
             folder: Of a finished run; of one that was broken off, what its last checkpoint holds.
             model: The module it was trained with, where that was given.
-            likelihood: Likewise, where it was none of `bpfed.inference.likelihoods`.
+            likelihood: The likelihood it was trained with, where that is not in `bpfed.inference.likelihoods`.
             say: Called with each message for the user; None: these go to stderr.
         """
         from bpfed.runs.load import load_run
@@ -285,14 +284,19 @@ class Run:
         return found
 
     def baselines(self) -> dict[str, Any]:
-        """Plain models of scikit-learn on the same test rows, as in ``evaluation.json`` (see `bpfed.runs.baselines.baselines`).
+        """Plain models of scikit-learn on the same test rows, as in ``evaluation.json`` (see
+        `bpfed.runs.baselines.baselines`).
 
         Empty where they are off or the inputs are no flat vectors, and for a deployed site, which has its own rows alone.
         """
         return self._baselines()[0]
 
     def _baselines(self) -> tuple[dict[str, Any], dict[str, Losses]]:
-        if self.settings.baselines == "off" or self.deployed or not wanted(self.data):
+        if self.settings.baselines == "off" or self.deployed:
+            return {}, {}
+        from bpfed.runs.baselines import baselines, wanted  # predictions need none
+
+        if not wanted(self.data):
             return {}, {}
         clients, bins = tested_clients(self.federation), self.settings.bins
         key = (metadata.fingerprint(self.data), tuple(clients.tolist()), bins)
@@ -303,6 +307,8 @@ class Run:
 
     def diagnostics(self) -> dict[str, Any]:
         """What the report says beyond metrics, as in ``evaluation.json`` (see `bpfed.runs.diagnostics`)."""
+        from bpfed.runs.diagnostics import diagnostics
+
         if self.evaluation is None:
             self.evaluation = evaluate_clients(self.federation)
         if self._diagnosed is None or self._diagnosed[0] != self.federation.round:
@@ -345,13 +351,13 @@ class Run:
 
     def report(self, path: str | Path) -> Path:
         """Write the report, one self-contained HTML page."""
-        from bpfed.report import write  # what makes pages is imported for them alone
+        from bpfed.report import write
 
         return write(self.record(), Path(path))
 
 
 def _refusals(round_: int, refused: Mapping[str, str]) -> list[str]:
-    """What is said of a round's uploads that were not used; of many, of the first few."""
+    """Messages on uploads of a round that were refused, a few at most."""
     found = [f"Round {round_}: the upload of client '{name}' was not used: {why}" for name, why in refused.items()]
     more = f"Round {round_}: {len(found) - SAID} more uploads were not used."
     return [*found[:SAID], *([more] if len(found) > SAID else [])]
@@ -359,6 +365,8 @@ def _refusals(round_: int, refused: Mapping[str, str]) -> list[str]:
 
 def train_together(runs: Sequence[Run], callbacks: Sequence[Sequence[Callback]]) -> list[Run]:
     """Run the rounds that are left of several runs side by side; ``callbacks`` are each run's own."""
+    from bpfed.engine.simulator import Simulator
+
     pairs = list(zip(runs, callbacks, strict=True))
     try:
         simulator = Simulator([run.federation for run in runs])

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from bpfed import __version__
 from bpfed._util.errors import UserError, hint, quoted
+from bpfed._util.files import check_characters
 from bpfed.data.checks.new_rows import FAR, Unusual
 from bpfed.data.tabular.preprocessing import Feature, Preprocessor
 from bpfed.data.tabular.rows import read_rows
@@ -120,7 +121,7 @@ class Service:
     """
 
     def __init__(self, client: Client, level: float = 0.9, abstain: float | None = None) -> None:
-        made = client.run.data.preparation
+        made = client.run.data.preprocessor
         if made is None or made.shape is not None:
             raise UserError(
                 f"'{client.run.data.name}' is no table, and the service takes rows of tables; use 'bpfed export' for arrays and "
@@ -247,11 +248,11 @@ def _fields(made: Preprocessor, client: str) -> list[Field]:
 def _field(feature: Feature, name: str, made: Preprocessor, client: str) -> Field:
     always = not feature.indicator
     if feature.kind == "words":
-        return Field(name, "words", feature.levels, None, always)
+        return Field(name, "words", feature.categories, None, always)
     mean, scale = made.own.get(client, {}).get(feature.name, (feature.mean, feature.scale))
     converted = any(c.column == feature.name and c.client in (None, client) for c in made.recoding._parsed[2])
     usual = None if converted or not scale else (_short(mean - USUAL * scale), _short(mean + USUAL * scale))
-    return Field(name, "number", feature.levels, usual, always)
+    return Field(name, "number", feature.categories, usual, always)
 
 
 def _short(value: float) -> float:
@@ -431,7 +432,9 @@ def parsed(content: bytes) -> Any:
         return found
 
     try:
-        read = json.loads(content.decode("utf-8"), parse_constant=no_number, object_pairs_hook=once)
+        text = content.decode("utf-8")
+        read = json.loads(text, parse_constant=no_number, object_pairs_hook=once)
+        check_characters(text, read)
     except (ValueError, RecursionError) as error:
         raise BadRequest('The body is not JSON; send {"rows": [{...}]}.') from error
     if not isinstance(read, dict) or set(read) != {"rows"}:

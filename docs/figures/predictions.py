@@ -2,7 +2,7 @@
 
     python docs/figures/predictions.py
 
-It trains as ``make demo`` does, with a fifth of the training images kept back for prediction sets. Both images are test
+It trains as ``make demo`` does, after pilot runs that choose the method, with a fifth of the training images kept back for prediction sets. Both images are test
 images of one client: the one that its model is surest of, and, of those that it abstains on and whose set at 95 % has
 several labels, the least sure. They are chosen by the prediction alone, not by the truth.
 """

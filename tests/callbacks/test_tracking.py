@@ -12,7 +12,7 @@ from scenarios import classification
 
 import bpfed
 from bpfed.callbacks import Callback, MLflow, TensorBoard
-from bpfed.callbacks.base import scalars
+from bpfed.callbacks.trackers import scalars
 from bpfed.methods import FedAvg
 
 

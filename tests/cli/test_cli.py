@@ -470,3 +470,8 @@ def test_more_examples_held_back_are_no_changed_data(bpfed: Command, tmp_path: P
     bpfed.ok(*PLAIN, "--data", "digits", "--rounds", "1", "--out", str(first))
     bpfed.ok("run", str(first / "config.toml"), "--calibration", "0.2", "--quiet", "--out", str(second))
     assert (second / "calibration.json").exists()
+
+
+def test_the_former_name_of_a_flag_says_the_new_one(bpfed: Command, tmp_path: Path) -> None:
+    said = bpfed("deploy", "init", str(tmp_path / "fed"), "--preparation", "columns.json").sentence
+    assert said == "--preparation is called --preprocessing now; write --preprocessing columns.json."

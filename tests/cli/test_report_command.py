@@ -85,6 +85,10 @@ def test_rows_are_in_no_report_but_that_of_their_client(place: Path, runs: Path,
     assert "give both" in command("report", "runs/first", "--examples").sentence
     assert "give both" in command("report", "runs/first", "--client", "north").sentence
     assert "Unknown client" in command("report", "runs/first", "--client", "nort", "--examples").sentence
+    Path("runs/first/adapted").mkdir()
+    Path("runs/first/adapted/east.safetensors").touch()
+    assert "took no part in training" in command("report", "runs/first", "--client", "east", "--examples").sentence
+    shutil.rmtree("runs/first/adapted")
 
 
 def test_without_a_browser_there_is_no_pdf(place: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

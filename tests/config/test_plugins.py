@@ -269,6 +269,24 @@ def test_a_site_runs_no_module_that_is_not_of_the_package_it_allows(addon, tmp_p
         registry.METHODS.load("halved")
 
 
+@pytest.mark.parametrize("strange", ["__init__.py", "inner/__init__.py", "inner/plug.py"])
+def test_a_file_that_another_package_has_put_into_its_folder_is_none_of_it(strange, tmp_path, monkeypatch):
+    place, files = tmp_path / "site-packages", ["__init__.py", "inner/__init__.py", "inner/plug.py"]
+    install(place, "[bpfed.rules]\ndeep = inside.inner.plug:rule\n")
+    for file in files:
+        path = place / "inside" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("rule = abs")
+    (record,) = place.glob("*.dist-info/RECORD")
+    listed = record.read_text()
+    monkeypatch.syspath_prepend(str(place))
+    for kept, allowed in ((files, True), ([file for file in files if file != strange], False)):
+        record.write_text(listed + "".join(f"inside/{file},,\n" for file in kept))
+        point = next(p for p in registry.RULES._points() if p.name == "deep")
+        assert registry._of_its_package(point) is allowed
+    assert "inside" not in sys.modules
+
+
 def test_help_reads_no_metadata():
     code = (
         "import sys; sys.argv = ['bpfed', 'run', '--help']\n"

@@ -10,7 +10,7 @@ import pytest
 from bpfed.aggregation.rules import RULES
 from bpfed.config import registry
 from bpfed.config.reader import METHOD, TABLES
-from bpfed.data.load import names as loaded
+from bpfed.data.datasets import names as loaded
 from bpfed.data.partition import KINDS
 from bpfed.data.tabular.table import TableFormat
 from bpfed.methods import METHODS, Recipe

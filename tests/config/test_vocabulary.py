@@ -19,7 +19,7 @@ WORDS = re.compile(
 CODE = re.compile(
     r"\bmodel\.(factors|levels)\b|\bnumbers: ClassVar|\bdef (structure|course|mistaken|suspects|hints|verbatim)\b"
     r"|\b(SUREST|SOFTEST|GridPost|OwnNetwork|_Sitting)\b|\b(Factors|Blanks|Separators|Keeper|Rehearsal|Meeting|Guard|Preparation|Ask|Answer|Refused|Course)\(|\bcourse\b|\bcrowd\b"
-    r"|\bwarmer\b|\bholders\b",
+    r"|\bwarmer\b|\bholders\b|\bfacts=|\b(facts|preparation):|\.(facts|preparation|levels)\b",
 )
 IN_METHODS = ("numbers", "hyper", "hyper_in", "rows_of_numbers", "structure", "counting")
 TICKED = re.compile(rf"`(method\.)?({'|'.join((*FORMER, *RENAMED, *IN_METHODS))})`")

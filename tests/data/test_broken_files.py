@@ -19,6 +19,7 @@ from bpfed._util.errors import UserError
 from bpfed.data import FederatedData, load
 from bpfed.data.tabular import npz as npz_module
 from bpfed.data.tabular.rows import read_rows
+from bpfed.data.tabular.table import Table, check_range, read_table
 
 HEAD = "age,sex,y\n"
 ROWS = "".join(f"{30 + k},{'fm'[k % 2]},{'no' if k % 3 else 'yes'}\n" for k in range(12))
@@ -197,9 +198,9 @@ def loaded(folder: Path, **options: str) -> FederatedData:
 
 
 def names(folder: Path, **options: str) -> tuple[str, ...]:
-    preparation = loaded(folder, **options).preparation
-    assert preparation is not None
-    return preparation.input_names
+    preprocessor = loaded(folder, **options).preprocessor
+    assert preprocessor is not None
+    return preprocessor.input_names
 
 
 TREATED: dict[str, tuple[Write, Callable[[Path], bool]]] = {
@@ -300,7 +301,7 @@ def test_treated_as_documented(kind: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("ignore", ["sex", " sex ,", ["sex"], ("sex",)])
 def test_columns_to_ignore_are_a_list_or_a_text(ignore: str | list[str], folder: Path) -> None:
-    made = load(f"folder:{folder}", target="y", ignore=ignore).preparation
+    made = load(f"folder:{folder}", target="y", ignore=ignore).preprocessor
     assert made is not None
     assert (made.input_names, made.settings()["ignore"]) == (("age",), "sex")
 
@@ -316,8 +317,8 @@ def test_dates_of_parquet_can_be_ignored(folder: Path) -> None:
     ):
         load(f"folder:{folder}", target="y", ignore="id")
     data = load(f"folder:{folder}", target="y", ignore="id,seen,left")
-    assert data.preparation is not None
-    assert data.preparation.input_names == ("age", "sex = f", "sex = m")
+    assert data.preprocessor is not None
+    assert data.preprocessor.input_names == ("age", "sex = f", "sex = m")
     assert len(read_rows(data, folder / "b.parquet", "b", print).x) == 4  # new rows may have others
 
 
@@ -392,6 +393,15 @@ def test_a_file_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
         loaded(folder)
 
 
+def test_half_of_a_character_is_refused_before_training(tmp_path: Path) -> None:
+    """Arrays and frames can hold it, and no file that a run writes can."""
+    np.savez(tmp_path / "half.npz", w=np.array(["q", "\ud800"] * 5), y=np.arange(10.0))
+    with pytest.raises(UserError, match=r"Column 'w' of .*half.npz' has half of a character"):
+        read_table(tmp_path / "half.npz")
+    with pytest.raises(UserError, match=r"Column 'w\\ud800' of 'half' has half of a character"):
+        check_range(Table("half", 10, {"w\ud800": np.arange(10.0)}))
+
+
 def test_an_archive_that_unpacks_to_more_than_is_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(npz_module, "LIMIT", 2.0**-10)
     with zipfile.ZipFile(folder / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
@@ -423,8 +433,8 @@ def test_one_table_for_all(tmp_path: Path) -> None:
     table.write_text("age,y,ward\n" + "\n".join(rows) + "\n")
     data = load(f"folder:{table}", client_column="ward")
     assert data.clients == ("10", "11", "12", "9")
-    assert data.preparation is not None
-    assert data.preparation.input_names == ("age",)
+    assert data.preprocessor is not None
+    assert data.preprocessor.input_names == ("age",)
     for wrong, words in (
         ({}, "is a single file; use --client-column .*: 'age', 'y', 'ward'"),
         ({"client_column": "wart"}, "did you mean 'ward'"),

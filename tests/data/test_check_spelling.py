@@ -27,7 +27,7 @@ def test_columns_labels_and_words_are_named_where_runs_and_inspect_look(
     sites.mkdir()
     (sites / "a.csv").write_text(rows("Age,by,y", "1,web,Yes", "2,big shop,no"))
     (sites / "b.csv").write_text(rows("age,by,y", "1,Web,yes", "2,big  shop,no"))
-    made = load(f"folder:{sites}").preparation
+    made = load(f"folder:{sites}").preprocessor
     assert made is not None
     assert len(made.labels) == 3  # nothing is merged
     said = (
@@ -46,7 +46,7 @@ def test_columns_labels_and_words_are_named_where_runs_and_inspect_look(
 
 def test_a_column_like_the_target_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(rows("y,Y,x", "no,1,3", "yes,2,5"))
-    made = load(f"folder:{tmp_path}", target="y").preparation
+    made = load(f"folder:{tmp_path}", target="y").preprocessor
     assert made is not None
     assert check_spelling(made) == (f"Columns 'y' and 'Y' {DIFFER}",)
 
@@ -54,7 +54,7 @@ def test_a_column_like_the_target_is_named(tmp_path: Path) -> None:
 def test_letters_in_two_encodings_are_named(tmp_path: Path) -> None:
     for client, name in (("a", "\u00e9"), ("b", "e\u0301")):  # é in one character, and in two
         (tmp_path / f"{client}.csv").write_text(rows(f"{name},y", "1,no", "2,yes"))
-    made = load(f"folder:{tmp_path}", target="y").preparation
+    made = load(f"folder:{tmp_path}", target="y").preprocessor
     assert made is not None
     assert check_spelling(made) == (f"Columns 'e\u0301' and '\u00e9' {DIFFER}",)
 
@@ -68,6 +68,6 @@ def test_clients_that_look_alike_are_named(tmp_path: Path) -> None:
 
 def test_nothing_is_said_of_what_differs_otherwise(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(rows("age,aged,y", "1,u,no", "2,v,yes"))
-    made = load(f"folder:{tmp_path}", target="y").preparation
+    made = load(f"folder:{tmp_path}", target="y").preprocessor
     assert made is not None
     assert check_spelling(made) == ()

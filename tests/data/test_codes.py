@@ -22,7 +22,7 @@ from bpfed.data.checks.column_types import coded, columns
 from bpfed.data.checks.new_rows import check_new_rows, unusual
 from bpfed.data.tabular.combine import CODED, PER_CODE, combine
 from bpfed.data.tabular.federate import federate
-from bpfed.data.tabular.preprocessing import Feature, read_preparation, whole, write_preparation
+from bpfed.data.tabular.preprocessing import Feature, read_preprocessor, whole, write_preprocessor
 from bpfed.data.tabular.statistics import FIRST, client_summary, whole_numbers
 from bpfed.data.tabular.table import Categorical
 
@@ -51,7 +51,7 @@ def feature(made: Preprocessor, name: str) -> Feature:
 
 
 @pytest.mark.parametrize(
-    ("values", "levels"),
+    ("values", "categories"),
     [
         ([1, 2, 3, 4], ("1", "2", "3", "4")),
         ([0, 1, 2, np.nan], ("0", "1", "2")),
@@ -63,19 +63,19 @@ def feature(made: Preprocessor, name: str) -> Feature:
         ([1e20, 2, 3], ("2", "3", "1e+20")),
     ],
 )
-def test_three_to_ten_whole_numbers_may_be_codes(values: list[float], levels: tuple[str, ...]) -> None:
+def test_three_to_ten_whole_numbers_may_be_codes(values: list[float], categories: tuple[str, ...]) -> None:
     made = prepared(table(code=values), table("b", code=values))
-    assert feature(made, "code").levels == levels
+    assert feature(made, "code").categories == categories
     assert feature(made, "code").kind == "number"
-    assert feature(made, "age").levels == ()
+    assert feature(made, "age").categories == ()
 
 
 def test_values_are_those_of_all_clients_together() -> None:
-    assert feature(prepared(table(code=[1, 2]), table("b", code=[2, 3])), "code").levels == ("1", "2", "3")
-    assert feature(prepared(table(code=[1, 2, 3]), table("b", code=[1.5])), "code").levels == ()
-    assert feature(prepared(table(code=range(6)), table("b", code=range(6, 12))), "code").levels == ()
-    assert feature(prepared(table(code=[1, 2, 3]), table("b", code=[np.nan])), "code").levels == ("1", "2", "3")
-    assert feature(prepared(table(code=[1, 2, 3]), table("b")), "code").levels == ("1", "2", "3")
+    assert feature(prepared(table(code=[1, 2]), table("b", code=[2, 3])), "code").categories == ("1", "2", "3")
+    assert feature(prepared(table(code=[1, 2, 3]), table("b", code=[1.5])), "code").categories == ()
+    assert feature(prepared(table(code=range(6)), table("b", code=range(6, 12))), "code").categories == ()
+    assert feature(prepared(table(code=[1, 2, 3]), table("b", code=[np.nan])), "code").categories == ("1", "2", "3")
+    assert feature(prepared(table(code=[1, 2, 3]), table("b")), "code").categories == ("1", "2", "3")
 
 
 def test_values_of_which_there_are_few_are_no_codes() -> None:
@@ -83,9 +83,9 @@ def test_values_of_which_there_are_few_are_no_codes() -> None:
     enough = np.arange(float(N))
     enough[:] = np.nan
     enough[: 4 * PER_CODE] = np.arange(4 * PER_CODE) % 4
-    assert feature(prepared(table(code=enough)), "code").levels == ("0", "1", "2", "3")
+    assert feature(prepared(table(code=enough)), "code").categories == ("0", "1", "2", "3")
     enough[0] = np.nan
-    assert feature(prepared(table(code=enough)), "code").levels == ()
+    assert feature(prepared(table(code=enough)), "code").categories == ()
 
 
 def test_where_very_many_columns_are_such_they_are_counts() -> None:
@@ -104,10 +104,10 @@ def test_a_fraction_far_below_the_first_rows_is_seen() -> None:
 def test_it_can_be_switched_off() -> None:
     tables = {"a": table(code=[1, 2, 3]), "b": table("b", code=[1, 2, 3])}
     off, on = (federate("t", tables, "y", codes=how) for how in ("number", "both"))  # type: ignore[arg-type]
-    assert off.preparation is not None
-    assert on.preparation is not None
-    assert off.preparation.input_names == ("age", "code")
-    assert on.preparation.input_names == ("age", "code", "code = 1", "code = 2", "code = 3")
+    assert off.preprocessor is not None
+    assert on.preprocessor is not None
+    assert off.preprocessor.input_names == ("age", "code")
+    assert on.preprocessor.input_names == ("age", "code", "code = 1", "code = 2", "code = 3")
     assert torch.equal(off.train.x, on.train.x[:, :2])
     with pytest.raises(UserError, match="Unknown way to use codes 'words'"):
         federate("t", tables, "y", codes="words")  # type: ignore[arg-type]
@@ -118,8 +118,8 @@ def test_it_can_be_switched_off() -> None:
 def test_the_number_to_predict_is_not_prepared_as_codes() -> None:
     scores = np.resize(np.arange(4.0), N)
     told = client_summary(Table("a", N, {"x": scores, "y": scores}), "y", task="regression")
-    assert told.target.levels is None
-    assert told.columns["x"].levels == ("0", "1", "2", "3")
+    assert told.target.categories is None
+    assert told.columns["x"].categories == ("0", "1", "2", "3")
 
 
 # --- what becomes of them ---------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def test_clients_summaries_give_what_pooled_rows_give(parts: list[list[float]]) 
     wanted = np.unique(known).tolist()
     wanted = wanted if len(wanted) >= 3 and len(known) >= PER_CODE * len(wanted) else []
     made = prepared(*tables)
-    levels = [float(level) for f in made.features if f.name == "code" for level in f.levels]
-    assert levels == wanted
+    categories = [float(category) for f in made.features if f.name == "code" for category in f.categories]
+    assert categories == wanted
     x = torch.cat([made.inputs(t) for t in tables])
     for level in wanted:
         at = made.input_names.index(f"code = {level:g}")
@@ -169,25 +169,25 @@ def test_indicators_are_0_and_1_however_numbers_are_scaled(standardise: str) -> 
 def test_it_is_said_in_one_sentence() -> None:
     tables = {"a": table(pain=[1, 2, 3, 4], ecg=[0, 1, 2, np.nan]), "b": table("b", pain=[1, 2])}
     data = federate("t", tables, "y")
-    assert data.preparation is not None
+    assert data.preprocessor is not None
     said = (
         "'ecg', 'pain' have few whole numbers, which may be codes, so the number and one input per value are used; "
         "--codes number uses the number alone."
     )
-    assert coded(data.preparation) == (said,)
+    assert coded(data.preprocessor) == (said,)
     assert data.notes == (said,)
-    listed = {row.name: row for row in columns(tables, data.preparation)}
+    listed = {row.name: row for row in columns(tables, data.preprocessor)}
     assert listed["pain"][1:] == ("numbers, and 4 categories", 5)
     assert listed["ecg"][1:] == ("numbers, and 3 categories, some missing", 5)
-    assert coded(federate("t", tables, "y", codes="number").preparation) == ()  # type: ignore[arg-type]
+    assert coded(federate("t", tables, "y", codes="number").preprocessor) == ()  # type: ignore[arg-type]
 
 
 def test_ten_codes_are_not_numbers_written_as_text_and_may_still_name_clients() -> None:
     """As words, ten numbers would be a category of numbers; and one code for each client tells the client."""
     tables = {f"c{k}": table(f"c{k}", grade=range(10), ward=[k]) for k in range(10)}
     data = federate("t", tables, "y")
-    assert data.preparation is not None
-    assert [len(feature(data.preparation, name).levels) for name in ("grade", "ward")] == [10, 10]
+    assert data.preprocessor is not None
+    assert [len(feature(data.preprocessor, name).categories) for name in ("grade", "ward")] == [10, 10]
     assert not [note for note in data.notes if "look like numbers" in note]
     assert [note for note in data.notes if "client names" in note and "in 'ward'" in note]
 
@@ -220,17 +220,17 @@ def test_records_keep_it_and_those_of_earlier_versions_have_none() -> None:
     assert old.input_names == ("age", "code")
 
 
-def test_a_preparation_file_has_it(tmp_path: Path) -> None:
+def test_preprocessing_file_has_it(tmp_path: Path) -> None:
     made = prepared(table(code=[1, 2, 3]))
-    write_preparation(tmp_path / "p.json", made)
-    assert read_preparation(tmp_path / "p.json")[0] == made
+    write_preprocessor(tmp_path / "p.json", made)
+    assert read_preprocessor(tmp_path / "p.json")[0] == made
     record = json.loads((tmp_path / "p.json").read_text())
     assert [f["levels"] for f in record["features"]] == [[], ["1", "2", "3"]]
-    for levels in (["a", "b"], ["1.5", "2"], ["01", "2"], [str(k) for k in range(11)], ["1", "1"]):
-        record["features"][1]["levels"] = levels
+    for categories in (["a", "b"], ["1.5", "2"], ["01", "2"], [str(k) for k in range(11)], ["1", "1"]):
+        record["features"][1]["levels"] = categories
         (tmp_path / "p.json").write_text(json.dumps(record))
-        with pytest.raises(UserError, match="is not a preparation file: the levels of 'code' are not up to"):
-            read_preparation(tmp_path / "p.json")
+        with pytest.raises(UserError, match="is not a preprocessing file: the levels of 'code' are not up to"):
+            read_preprocessor(tmp_path / "p.json")
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_file_frame_and_array_give_the_same_probabilities(hospitals: Path, tmp_p
         assert torch.equal(client.predict(frame).probs, wanted)
         assert torch.equal(client.predict(array, columns=["pain", "age"]).probs, wanted)
         assert torch.equal(client.predict(torch.from_numpy(array), columns=["pain", "age"]).probs, wanted)
-    assert again.data.preparation == run.data.preparation
+    assert again.data.preprocessor == run.data.preprocessor
 
 
 def test_a_run_of_before_is_repeated_and_predicts_as_it_did(hospitals: Path, command: Command) -> None:

@@ -37,7 +37,7 @@ def test_each_column_is_told() -> None:
         gaps=np.array([1.0, np.nan] * (N // 2)),
         out=np.arange(float(N)),
     )
-    made = federate("t", tables, "y", ignore=["out"]).preparation
+    made = federate("t", tables, "y", ignore=["out"]).preprocessor
     assert made is not None
     assert columns(tables, made) == [
         ("word", "2 categories, some missing", 3),
@@ -68,9 +68,9 @@ def test_each_column_is_told() -> None:
 def test_what_looks_like_no_input_is_named(name: str, column: list[str] | np.ndarray, said: str | None) -> None:
     tables = clients(**{name: column}, out=[f"{k}" for k in range(N)])
     data = federate("t", tables, "y", ignore=["out"])
-    assert data.preparation is not None
+    assert data.preprocessor is not None
     sentence = f"There seem to be {said}; if these should not be inputs, leave them out with --ignore 'out,{name}'."
-    assert doubts(tables, data.preparation) == data.notes == ((sentence,) if said else ())
+    assert doubts(tables, data.preprocessor) == data.notes == ((sentence,) if said else ())
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_long_tables_of_whole_numbers_cost_no_time() -> None:
     rng, rows = np.random.default_rng(0), 200_000
     wide = {f"c{k}": rng.integers(0, 10**9, rows).astype(float) for k in range(30)}
     tables = {"a": Table("a", rows, wide | {"y": rng.integers(0, 2, rows).astype(float)})}
-    made = federate("t", tables, "y", test_fraction=0.0).preparation
+    made = federate("t", tables, "y", test_fraction=0.0).preprocessor
     assert made is not None
     began = time.perf_counter()
     assert doubts(tables, made) == ()

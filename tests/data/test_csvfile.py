@@ -229,7 +229,7 @@ def test_a_word_that_is_as_common_as_numbers_is_a_category(tmp_path):
     path.write_text("children,y\n" + "".join(f"{k},0\n" for k in ["0", "1", "2", "3+"] * 25))
     column = read_table(path).columns["children"]
     assert isinstance(column, Categorical)
-    assert column.levels == ("0", "1", "2", "3+")
+    assert column.categories == ("0", "1", "2", "3+")
     path.write_text("children,y\n" + "".join(f"{k},0\n" for k in ["0", "1", "2"] * 30 + ["3+"] * 4))
     with pytest.raises(UserError, match=r"'children' of .* is numeric except for '3\+' in row 91 and 3 more"):
         read_table(path)

@@ -37,7 +37,7 @@ def same(one: Table, two: Table) -> None:
         other = two.columns[name]
         if isinstance(column, Categorical):
             assert isinstance(other, Categorical)
-            assert column.levels == other.levels
+            assert column.categories == other.categories
             assert np.array_equal(column.codes, other.codes)
         else:
             assert np.array_equal(column, other, equal_nan=True)

@@ -46,6 +46,7 @@ def test_one_inspection_names_every_fault_and_one_configuration_mends_them(
     shown = command(*asked, "--fix", "fix.toml")
     assert shown.code == 2
     assert "is numeric except for 'unknown' in row" in shown.err.splitlines()[-1]
+    assert "As the files are: " in shown.err
     assert max(map(len, shown.out.splitlines())) <= 80
     for file, column in PLANTED:
         assert re.search(rf"^ {re.escape(file)} +{re.escape(column)} ", shown.out, re.MULTILINE), (file, column)
@@ -221,7 +222,7 @@ def test_a_new_value_far_from_the_clients_own_is_unusual(tmp_path: Path) -> None
     assert any("looks like" in note and "--convert" in note for note in data.notes)
     from bpfed.data.checks.new_rows import check_new_rows, unusual
 
-    made, new = data.preparation, Table("new.csv", 2, {"creatinine": np.array([1.0, 88.0])})
+    made, new = data.preprocessor, Table("new.csv", 2, {"creatinine": np.array([1.0, 88.0])})
     assert made is not None
     assert unusual(made, new, "a").names() == [[], ["creatinine"]]
     assert unusual(made, new, "b").names() == [[], []]

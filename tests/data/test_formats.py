@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zipfile
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from bpfed._util.errors import UserError
 from bpfed.data import load, read_table
+from bpfed.data.tabular.csvfile import NumberFormat
 from bpfed.data.tabular.table import passthrough
 
 TEXT = "age,sex,seen,y\n" + "".join(
@@ -107,6 +109,25 @@ def cut(ending: str) -> Callable[[Path], object]:
     return write
 
 
+def rewritten(path: Path, *changes: tuple[str, str]) -> None:
+    """A workbook whose sheet has other XML."""
+    workbook(path)
+    with zipfile.ZipFile(path) as archive:
+        files = {info.filename: archive.read(info) for info in archive.infolist()}
+    sheet = files["xl/worksheets/sheet1.xml"].decode()
+    for old, new in changes:
+        assert old in sheet
+        sheet = sheet.replace(old, new, 1)
+    files["xl/worksheets/sheet1.xml"] = sheet.encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+
+
+LAUGHS = '<!DOCTYPE x [<!ENTITY a "ha"><!ENTITY b0 "&a;">'
+LAUGHS += "".join(f'<!ENTITY b{k + 1} "{f"&b{k};" * 10}">' for k in range(9)) + "]>"
+
+
 def add_sheet(book: Any) -> None:
     book.create_sheet("codes").append(["f", "female"])
 
@@ -136,6 +157,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: workbook(f / "b.xlsx", lambda book: book.active.append([1, "f", None, "no", 5])),
         "a value in row 14 of the sheet 'Sheet' below an empty cell of row 1",
     ),
+    "a column that no sheet has": (
+        lambda f: rewritten(f / "b.xlsx", ('r="D3"', 'r="ZZZZZZZ3"')),
+        "has a cell in column ZZZZZZZ, but XFD is the last one of a sheet",
+    ),
+    "entities of entities": (
+        lambda f: rewritten(f / "b.xlsx", ("<worksheet", f"{LAUGHS}<worksheet"), ("<v>", "<v>&b9;")),
+        "is not a valid Excel file",
+    ),
     "ARFF: undeclared value": (
         lambda f: arff(f / "b.arff", ARFF.replace("'m'", "x")),
         "'sex' of .* is declared nominal but has 'm' in row 2",
@@ -146,6 +175,10 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "ARFF: sparse": (lambda f: (f / "b.arff").write_text(ARFF + "{0 1.5}\n"), "Line 8 of .* is a sparse row"),
     "ARFF: open quote": (lambda f: (f / "b.arff").write_text(ARFF + "1,'f,2024-01-01,no\n"), "damaged in line 8"),
+    "ARFF: blanks and a quote": (
+        lambda f: (f / "b.arff").write_text(f"{ARFF}'1' ,{' ' * 20_000}x{' ' * 20_000}'f\n"),
+        "damaged in line 8",
+    ),
     "ARFF: no data": (lambda f: (f / "b.arff").write_text(ARFF[:-7]), "it has no line @data"),
     "parts without files": (lambda f: (f / "b.parquet").mkdir(), "is a folder without .parquet files"),
     "parts of other columns": (
@@ -169,6 +202,26 @@ def test_refused_in_one_sentence(kind: str, tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     with pytest.raises(UserError, match=words):
         read_table(path)
+
+
+@pytest.mark.parametrize(("name", "most"), [("MOST_ROWS", 1000), ("MOST_CELLS", 20)])
+def test_a_sheet_that_claims_more_than_there_can_be_is_refused(
+    name: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"bpfed.data.tabular.excel.{name}", most)
+    far = '<row r="2000000000"><c r="A2000000000"><v>1</v></c></row></sheetData>'
+    rewritten(tmp_path / "b.xlsx", ("</sheetData>", far))
+    with pytest.raises(
+        UserError, match=r"The sheet 'Sheet' of .* has more than .* rows or .* cells; delete empty rows"
+    ):
+        read_table(tmp_path / "b.xlsx")
+
+
+def test_a_cell_of_many_blanks_among_numbers_takes_no_time() -> None:
+    """Each line is looked at once, however many there are in a cell."""
+    found = NumberFormat()
+    found.add(["\n" * 100_000 + "12345", "7"])
+    assert (found.long, found.short) == (True, True)
 
 
 def test_what_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

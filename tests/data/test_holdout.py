@@ -26,7 +26,7 @@ from bpfed.data.checks.new_rows import check_new_rows
 from bpfed.data.federated import held_out as held_out_of
 from bpfed.data.holdout import Holdout, whole_groups
 from bpfed.data.tabular.federate import federate, held_out
-from bpfed.data.tabular.preprocessing import read_preparation, write_preparation
+from bpfed.data.tabular.preprocessing import read_preprocessor, write_preprocessor
 from bpfed.data.tabular.rows import read_rows
 from bpfed.data.tabular.table import Categorical
 from bpfed.deploy.site.data import one_client
@@ -245,17 +245,17 @@ def test_the_column_is_no_input_and_that_is_said() -> None:
     days = [str(date(2024, 1, 1) + timedelta(days=k)) for k in range(120)]  # more words than a category may have
     tables = table(when=days, dose=np.random.default_rng(0).normal(size=120))
     data = federated("time:when", tables)
-    assert data.preparation is not None
-    assert data.preparation.input_names == ("dose", "row")
+    assert data.preprocessor is not None
+    assert data.preprocessor.input_names == ("dose", "row")
     said = "The last rows of each client by 'when' are held out; the column is used for this alone and is no input."
     assert said in data.notes
-    assert ("when", "says what is held out (--holdout)", 0) in columns({"a": tables}, data.preparation)
+    assert ("when", "says what is held out (--holdout)", 0) in columns({"a": tables}, data.preprocessor)
 
 
 def test_new_rows_may_have_the_column() -> None:
     """It is known, so it is neither a stranger nor a feature spelt otherwise."""
     made = federated("time:Dose", table(Dose=np.arange(20.0), dose=np.linspace(-1.5, 2.5, 20)))
-    assert made.preparation is not None
+    assert made.preprocessor is not None
     new = {"Dose": [1.0, 2.0], "dose": [0.5, 1.5], "row": [3.5, 4.5]}
     said: list[str] = []
     read_rows(made, new, "a", said.append)
@@ -263,7 +263,7 @@ def test_new_rows_may_have_the_column() -> None:
     read_rows(made, {**new, "other": [1.0, 2.0]}, "a", said.append)
     assert said == ["The data frame has the column 'other', which training did not use; it is ignored."]
     without = Table("new", 2, {"Dose": np.array([1.0, 2.0]), "row": np.array([3.5, 4.5])})
-    assert not [note for note in check_new_rows(made.preparation, without, "a") if "training had" in note]
+    assert not [note for note in check_new_rows(made.preprocessor, without, "a") if "training had" in note]
 
 
 def test_clients_of_one_group_are_named() -> None:
@@ -276,14 +276,14 @@ def test_clients_of_one_group_are_named() -> None:
 
 
 def test_records_keep_it_and_files_of_all_sites_do_not(tmp_path: Path) -> None:
-    made = federated("time:when", table(when=np.arange(20.0))).preparation
+    made = federated("time:when", table(when=np.arange(20.0))).preprocessor
     assert made is not None
     record = json.loads(json.dumps(made.record()))
     assert Preprocessor.from_record(record) == made
     del record["holdout"]  # as earlier versions wrote it
     assert Preprocessor.from_record(record).holdout is None
-    write_preparation(tmp_path / "p.json", made)
-    assert read_preparation(tmp_path / "p.json")[0] == replace(made, holdout=None, own={})
+    write_preprocessor(tmp_path / "p.json", made)
+    assert read_preprocessor(tmp_path / "p.json")[0] == replace(made, holdout=None, own={})
 
 
 @pytest.fixture(scope="module")
@@ -409,8 +409,8 @@ def test_identities_are_words_and_parquet_dates_are_read(visits: Path, tmp_path:
 def test_the_last_rows_of_each_file_are_for_the_test_and_the_last_before_them_for_calibration() -> None:
     data = federated("last:0.2", table(a=np.arange(20.0) * 7 % 20), table("b", a=np.arange(20.0) * 3 % 20))
     assert "The last rows of each client, in the order of its file, are held out." in data.notes
-    assert data.preparation is not None
-    assert data.preparation.holdout == "last:0.2"
+    assert data.preprocessor is not None
+    assert data.preprocessor.holdout == "last:0.2"
     assert data.test_fraction == 0.2
     kept = data.hold_out(0.25, 0)
     assert kept.calibration is not None

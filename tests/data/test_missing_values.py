@@ -42,7 +42,7 @@ def test_words_are_missing_everywhere_and_numbers_in_one_column(folder):
     assert np.flatnonzero(table.missing("age")).tolist() == list(range(0, 30, 5))
     assert np.flatnonzero(table.missing("smoker")).tolist() == list(range(0, 30, 3))
     assert np.flatnonzero(table.missing("dose")).tolist() == list(range(0, 30, 7))
-    assert table.columns["smoker"].levels == ("ja", "nein")
+    assert table.columns["smoker"].categories == ("ja", "nein")
     assert table.columns["dose"][1] == 1.5
 
 

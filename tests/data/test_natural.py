@@ -48,7 +48,7 @@ def write_wisdm(folder: Path) -> None:
 
 
 def same(a: FederatedData, b: FederatedData) -> bool:
-    return fingerprint(a) == fingerprint(b) and a.labels == b.labels and a.preparation == b.preparation
+    return fingerprint(a) == fingerprint(b) and a.labels == b.labels and a.preprocessor == b.preprocessor
 
 
 def test_a_table_is_built_in_and_trains_as_a_folder(tmp_path: Path, capsys) -> None:
@@ -79,11 +79,11 @@ def test_users(tmp_path: Path) -> None:
     write_wisdm(tmp_path / "wisdm")
     data = load("wisdm", data_dir=tmp_path, download=False)
     assert (data.clients, data.labels) == (("user-01", "user-02"), ("Sitting", "Walking"))
-    assert data.preparation is not None
-    assert data.preparation.input_names == ("X0", "XPEAK missing")  # XPEAK is 3 or nothing
+    assert data.preprocessor is not None
+    assert data.preprocessor.input_names == ("X0", "XPEAK missing")  # XPEAK is 3 or nothing
     later = load("wisdm-later", data_dir=tmp_path, download=False)
-    assert later.preparation is not None
-    assert later.preparation.input_names == data.preparation.input_names
+    assert later.preprocessor is not None
+    assert later.preprocessor.input_names == data.preprocessor.input_names
     assert fingerprint(later) == fingerprint(load("wisdm-later", data_dir=tmp_path, download=False, seed=0))
 
 
@@ -236,11 +236,11 @@ def test_fit_takes_a_folder(tmp_path: Path) -> None:
     run = bpfed.fit(bpfed.methods.BPFed(lr=0.03), f"folder:{tmp_path}", rounds=3, epochs=10, batch=10, progress=False)
     assert run.data.labels == ("above", "below")
     assert run.history[-1]["accuracy"]["pooled"] > 0.7
-    assert isinstance(run.data.preparation, bpfed.data.Preprocessor)
+    assert isinstance(run.data.preprocessor, bpfed.data.Preprocessor)
     new = bpfed.data.read_table(tmp_path / "a.npz")
-    probabilities = run.client("a").predict(run.data.preparation.inputs(new, "a"), prepared=True).probs
+    probabilities = run.client("a").predict(run.data.preprocessor.inputs(new, "a"), prepared=True).probs
     assert torch.equal(run.client("a").predict(new).probs, probabilities)
-    assert (probabilities.argmax(1) == run.data.preparation.targets(new)).float().mean() > 0.7
+    assert (probabilities.argmax(1) == run.data.preprocessor.targets(new)).float().mean() > 0.7
 
 
 def test_hospitals_and_users_from_the_real_files(real_data: str) -> None:
@@ -249,6 +249,6 @@ def test_hospitals_and_users_from_the_real_files(real_data: str) -> None:
     assert rows == {"cleveland": [164, 139], "hungarian": [188, 106], "switzerland": [8, 115], "va": [51, 149]}
     users = load("wisdm", data_dir=real_data, download=False)
     assert (len(users), users.classes, len(users.train.y) + len(users.test.y)) == (36, 6, 5418)
-    assert users.preparation is not None
-    assert len([f for f in users.preparation.features if f.kind == "number"]) == 42  # XAVG is 0 everywhere
+    assert users.preprocessor is not None
+    assert len([f for f in users.preprocessor.features if f.kind == "number"]) == 42  # XAVG is 0 everywhere
     assert torch.isfinite(users.train.x).all()

@@ -1,4 +1,4 @@
-"""Preparation: federated sums are the pooled statistics, order does not matter, and new rows are treated as the old."""
+"""Preprocessing: federated sums are the pooled statistics, order does not matter, and new rows are treated as the old."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from bpfed.data import Preprocessor, Table, load, read_table
 from bpfed.data.tabular.combine import combine
 from bpfed.data.tabular.federate import federate, held_out
 from bpfed.data.tabular.preprocessing import Standardise, meant
+from bpfed.data.tabular.recode import Recoding
 from bpfed.data.tabular.rows import read_rows
 from bpfed.data.tabular.statistics import ColumnStatistics, client_summary
 from bpfed.data.tabular.table import Categorical
@@ -49,7 +50,7 @@ def combined(tables: dict[str, Table], standardise: Standardise = "federated") -
 
 
 def prepared(tables: dict[str, Table], standardise: Standardise = "federated") -> Preprocessor:
-    """The preparation, of tables that have one: some column varies, and each client has one that is used."""
+    """The preprocessing, of tables that have one: some column varies, and each client has one that is used."""
     try:
         made = combined(tables, standardise)
     except UserError as error:
@@ -134,7 +135,7 @@ def test_test_rows_are_in_no_summary() -> None:
     test = held_out(tables["c"], "y", "c", seed=3)
     wild = np.where(test, 1e6, values)
     first, second = (federate("t", {"c": Table("c", 40, {"a": v, "y": y})}, "y", seed=3) for v in (values, wild))
-    assert first.preparation == second.preparation
+    assert first.preprocessor == second.preprocessor
     assert torch.equal(first.train.x, second.train.x)
     assert not torch.equal(first.test.x, second.test.x)
 
@@ -174,7 +175,7 @@ def test_the_split_of_a_regression_is_drawn_from_all_rows_also_where_a_client_ha
     # The same as if the task had been given.
     given = federate("t", tables, "y", seed=1, task="regression")
     assert torch.equal(given.test.y, data.test.y)
-    assert given.preparation == data.preparation
+    assert given.preprocessor == data.preprocessor
 
 
 def test_a_client_alone_takes_numbers_for_classes_only_where_they_must_be() -> None:
@@ -216,7 +217,7 @@ def test_local_standardisation_is_each_clients_own_and_newcomers_join() -> None:
     data = federate("t", tables, "y", standardise="local", test_fraction=0.5)
     for client in range(2):
         assert float(data.train.client(client)[0].mean()) == pytest.approx(0, abs=1e-5)
-    made = data.preparation
+    made = data.preprocessor
     assert made is not None
     new = Table("n", 2, {"a": np.array([7.0, 9.0])})
     with pytest.raises(UserError, match="pass client= to name whose rows these are"):
@@ -279,10 +280,41 @@ def test_targets_that_cannot_be(made: Preprocessor) -> None:
             made.targets(Table("new", 1, {"y": column}))
 
 
-@pytest.mark.parametrize("change", [{"version": 2}, {"features": 3}, {"shape": 5}, {"more": 1}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"features": 3},
+        {"shape": 5},
+        {"shape": [1, 2]},
+        {"shape": [1, 2, 2.5]},
+        {"more": 1},
+        {"holdout": {"a": 1}},
+        {"client_column": 3},
+        {"target": None},
+        {"labels": ["no", 1]},
+        {"ignore": [None]},
+        {"missing": [3]},
+        {"standardise": "all"},
+        {"codes": True},
+        {"resized": 1},
+        {"recoding": {"dates": [3]}},
+        {"recoding": {"rename": ["age"]}},
+        {"features": [{"name": 3, "kind": "number", "levels": []}]},
+        {"features": [{"name": "a", "kind": "poem", "levels": []}]},
+        {"features": [{"name": "a", "kind": "words", "levels": [1]}]},
+        {"features": [{"name": "a", "kind": "number", "levels": ["old"]}]},
+        {"features": [{"name": "a", "kind": "number", "levels": [], "indicator": "yes"}]},
+    ],
+)
 def test_a_record_that_cannot_be(made: Preprocessor, change: dict) -> None:
-    with pytest.raises(UserError, match=r"version|damaged"):
+    with pytest.raises(UserError, match=r"version|damaged|renames no column"):
         Preprocessor.from_record({**made.record(), **change})
+
+
+def test_a_number_of_columns_with_thousands_of_digits_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"asks for 999999999 columns of a text; choose 1 to 4096\."):
+        Recoding.of(text=f"note:{'9' * 5000}")
 
 
 @pytest.mark.parametrize(
@@ -306,7 +338,7 @@ def test_regression_in_units(tmp_path: Path) -> None:
     for name, mean in (("a", 100.0), ("b", 300.0)):
         np.savez(tmp_path / f"{name}.npz", x=rng.standard_normal((40, 2)), y=mean + 10 * rng.standard_normal(40))
     data = load(f"folder:{tmp_path}")
-    made = data.preparation
+    made = data.preprocessor
     assert made is not None
     assert (data.task, data.classes, made.task) == ("regression", 0, "regression")
     assert float(data.train.y.mean()) == pytest.approx(0, abs=1e-5)
@@ -331,8 +363,8 @@ def test_images(tmp_path: Path, shape: tuple[int, ...], expected: tuple[int, ...
     assert per_channel.std(1).tolist() == pytest.approx([1] * expected[0], abs=1e-3)
     plain = load(f"folder:{tmp_path}", standardise="none").train.x
     assert (float(plain.min()), float(plain.max())) == (-1, 1)
-    assert data.preparation is not None
-    assert data.preparation.inputs(read_table(tmp_path / "a.npz"), "a").shape == (20, *expected)
+    assert data.preprocessor is not None
+    assert data.preprocessor.inputs(read_table(tmp_path / "a.npz"), "a").shape == (20, *expected)
     np.savez(tmp_path / "c.npz", x=np.zeros((4, 6, 6)), y=np.array(["cat", "dog"] * 2))
     with pytest.raises(UserError, match="Clients have different kinds of inputs"):
         load(f"folder:{tmp_path}")
@@ -380,7 +412,7 @@ def test_a_class_that_is_a_number_in_one_file_and_a_word_in_another_is_one(tmp_p
     of_b = data.train.y[data.train.offsets[1] :]
     assert sorted({data.labels[k] for k in of_b}) == ["250.00", "7"]
     table = Table("new", 2, {"x": np.zeros(2), "dx": np.array([250.0, 7.0])})
-    assert [data.labels[k] for k in data.preparation.targets(table)] == ["250.00", "7"]
+    assert [data.labels[k] for k in data.preprocessor.targets(table)] == ["250.00", "7"]
 
 
 def test_a_number_that_two_words_could_be_is_neither() -> None:

@@ -53,6 +53,8 @@ UNREADABLE = {
     "a list of tasks": PART | {"task": ["classification"]},
     "classes below 0": PART | {"classes": -1},
     "no classes": PART | {"classes": None},
+    "half of a character in a column's name": FILE | {"summary": SUMMARY | {"columns": {"age\ud800": NUMBERS}}},
+    "half of a character in a class": FILE | {"summary": SUMMARY | {"target": WORDS | {"levels": ["n", "\ud800"]}}},
     "an empty summary": FILE | {"summary": {}},
     "a summary that is a word": FILE | {"summary": "x"},
     "columns that are a number": FILE | {"summary": SUMMARY | {"columns": 3}},
@@ -93,7 +95,7 @@ def test_what_sites_tell_is_let_in_and_nothing_beside_it(told):
 
 
 @pytest.mark.parametrize("fault", UNREADABLE)
-def test_facts_that_no_data_have_are_refused(fault):
+def test_statements_that_no_data_have_are_refused(fault):
     told = UNREADABLE[fault]
     with pytest.raises(RejectedMessage, match="what it sent about its data cannot be read"):
         read_statement(told if isinstance(told, str) else json.dumps(told), "a")
@@ -123,7 +125,7 @@ def test_a_site_has_its_own_words_for_what_is_missing(tmp_path):
     site = File("a", path, replace(Deployed(tmp_path, FedAvg()).config, data=asked))
     assert site.table.missing("age").sum() == 4
     told = Preprocessor("sick", "classification", (Feature("age", "number"),), ("0", "1"), missing=("41",))
-    assert site.data({"preparation": told.record()}).preparation.missing == ("unknown",)
+    assert site.data({"preparation": told.record()}).preprocessor.missing == ("unknown",)
 
 
 def test_a_site_recodes_its_own_file_and_tells_nobody(tmp_path):
@@ -136,12 +138,12 @@ def test_a_site_recodes_its_own_file_and_tells_nobody(tmp_path):
     site = File("a", path, replace(config, data=asked), OPEN)
     told = ColumnStatistics.from_record(site.data_statement()["summary"])
     assert told.columns["creatinine"].mean == pytest.approx(1 + 19.5 / 9, rel=0.2)
-    assert told.columns["sex"].levels == ("female", "male")
+    assert told.columns["sex"].categories == ("female", "male")
     assert set(told.columns) == {"creatinine", "sex", "seen year", "seen month", "seen weekday", "seen days"}
     common = agreed({"a": site.data_statement()}, replace(config, data=asked))
     assert "88.4" not in json.dumps(common)
     assert "Creatinine" not in json.dumps(common)
-    made = site.data(common).preparation
+    made = site.data(common).preprocessor
     assert made.recoding.settings() == asked.recoding
     assert set(made.own) == {"a"}
     # A site may say so in its own config.toml alone, and still has the same configuration as the server.
@@ -164,15 +166,15 @@ def test_a_table_that_no_message_could_tell_of_is_refused_at_the_site(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["deeply nested", "an empty summary", "no shape", "a count that is a word"])
-def test_a_site_with_bad_facts_costs_its_contribution_only(tmp_path, fault):
+def test_a_site_with_a_bad_statement_costs_its_contribution_only(tmp_path, fault):
     deployed = Deployed(tmp_path, FedAvg(), DATA, epochs=1, rounds=2)
     node, told = deployed.node("site b"), UNREADABLE[fault]
     answer = deployed.grid.clients[node]
 
     def spoilt(message):
         record = answer(message).content
-        facts = told if isinstance(told, str) else json.dumps(told)
-        record["reply"] = ConfigRecord({**record["reply"], "facts": facts})
+        statement = told if isinstance(told, str) else json.dumps(told)
+        record["reply"] = ConfigRecord({**record["reply"], "facts": statement})
         return Message(record, reply_to=message)
 
     deployed.grid.clients[node] = spoilt
@@ -184,8 +186,8 @@ def test_a_site_with_bad_facts_costs_its_contribution_only(tmp_path, fault):
 
 def test_sites_with_files_and_sites_with_parts_are_named(tmp_path):
     config = Deployed(tmp_path, FedAvg()).config
-    for facts in ({"a": FILE, "b": PART}, {"b": PART, "a": FILE}):
+    for statements in ({"a": FILE, "b": PART}, {"b": PART, "a": FILE}):
         with pytest.raises(UserError, match="Site 'a' has a file of its own and site 'b' a part of a named dataset"):
-            agreed(facts, config)
+            agreed(statements, config)
     with pytest.raises(UserError, match="data of site 'b' have a different shape or task than those of 'a'"):
         agreed({"a": PART, "b": PART | {"shape": [5]}}, config)

@@ -66,7 +66,7 @@ def test_sites_hold_out_what_a_simulation_does(tmp_path, files, holdout):
     assert b"pat-" not in wire
     for i, name in enumerate(data.clients):
         own = made.sites[name].source.data(server.journal.common)
-        assert own.preparation.input_names == ("age", "dose")
+        assert own.preprocessor.input_names == ("age", "dose")
         assert own.holdout == data.holdout
         assert own.test.sizes.tolist() == [int(data.test.sizes[i])]
 

@@ -454,9 +454,9 @@ def test_a_site_refuses_a_server_of_another_configuration(tmp_path):
 @pytest.mark.parametrize("value", [None, 0, -1, 2.5, True, "3", float("inf"), 10**400])
 def test_a_site_refuses_what_cannot_be_true_of_the_others(field, value, tmp_path):
     deployed = Deployed(tmp_path, FedAvg(), DATA, rounds=1)
-    facts = deployed.serve().journal.common | {field: value}
+    common = deployed.serve().journal.common | {field: value}
     site = deployed.sites["site b"]
-    answer = site.answer(Request(site.fingerprint, "ab", 1, train=True, facts=json.dumps(facts)).write())
+    answer = site.answer(Request(site.fingerprint, "ab", 1, train=True, common=json.dumps(common)).write())
     assert "the number of sites" in Reply.read(answer, None, None).refused
     assert "Traceback" not in "".join(deployed.said)
 

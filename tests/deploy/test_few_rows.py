@@ -16,7 +16,7 @@ from loopgrid import LoopGrid
 from bpfed._util.errors import UserError
 from bpfed.config.settings import DataSettings
 from bpfed.data.tabular.federate import federate
-from bpfed.data.tabular.preprocessing import Preprocessor, digest, read_preparation, write_preparation
+from bpfed.data.tabular.preprocessing import Preprocessor, digest, read_preprocessor, write_preprocessor
 from bpfed.data.tabular.statistics import OTHER, client_summary, released
 from bpfed.data.tabular.table import Categorical, Table, read_table
 from bpfed.deploy.ops import admin
@@ -49,13 +49,13 @@ def written_to(path, rows, head=HEAD):
 
 
 class Federation(Deployed):
-    """Sites with these files, and a server; ``agreed`` is a preparation file for all."""
+    """Sites with these files, and a server; ``agreed`` is a preprocessing file for all."""
 
     def __init__(self, folder, files, agreed=None, method=None, limits=None, config=DATA, own=False, **settings):
         super().__init__(folder, method or FedAvg(), **{"rounds": 2, "epochs": 1, **settings})
         self.config = replace(self.config, data=config)
         self.plan = replace(self.plan, sites=tuple(files))
-        self.agreed = None if agreed is None else Agreed(*read_preparation(agreed))
+        self.agreed = None if agreed is None else Agreed(*read_preprocessor(agreed))
         limits = limits or {}
         self.sites = {}
         for name, path in files.items():
@@ -112,19 +112,19 @@ def telling(source):
         found = (column.mean, column.squares, column.mean * column.count) if not column.words else ()
         for value in filter(None, found):  # the spread of a single row is 0
             yield from ((f"statistic of {name}", form) for form in forms(value))
-    for row in source.data({"preparation": source.agreed.preparation.record()}).train.x.numpy():
+    for row in source.data({"preparation": source.agreed.preprocessor.record()}).train.x.numpy():
         yield "row", row.tobytes()
         yield "row", row.astype("<f8").tobytes()
 
 
 @pytest.fixture(scope="module")
-def preparation(tmp_path_factory):
+def preprocessor(tmp_path_factory):
     """A file that all sites agree on, made of other tables."""
     folder = tmp_path_factory.mktemp("public")
     tables = {f"p{k}": read_table(written_to(folder / f"p{k}.csv", rows_of(50 + k, 30))) for k in range(2)}
-    made = federate("public", tables, "sick", task="classification").preparation
-    write_preparation(folder / "preparation.json", made)
-    return folder / "preparation.json"
+    made = federate("public", tables, "sick", task="classification").preprocessor
+    write_preprocessor(folder / "preprocessing.json", made)
+    return folder / "preprocessing.json"
 
 
 # --- a site with few rows ---------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def preparation(tmp_path_factory):
 @pytest.mark.parametrize("rows", [1, 2, 3, 9])
 def test_a_small_site_does_not_join_and_is_told_what_to_do(tmp_path, rows):
     files = {"a": written_to(tmp_path / "a.csv", [[*row, "train"] for row in rows_of(0, rows)], [*HEAD, "split"])}
-    words = f"has {rows} training rows, fewer than the 10 .*give it more rows, or agree with all sites on a preparation"
+    words = f"has {rows} training rows, fewer than the 10 .*give it more rows, or agree with all sites on preprocessing"
     with pytest.raises(UserError, match=words):
         Federation(tmp_path, files)
     assert not (tmp_path / "a").exists()  # not a word is kept to be sent
@@ -146,10 +146,10 @@ def test_a_small_site_does_not_join_and_is_told_what_to_do(tmp_path, rows):
     [(1, FedAvg()), (2, FedAvg()), (3, FedAvg()), (9, FedAvg()), (9, BPFed()), (1, Linear()), (9, Linear())],
     ids=lambda given: getattr(given, "name", given),
 )
-def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_path, preparation, rows, method):
+def test_with_an_agreed_preprocessing_no_byte_tells_of_a_row_of_a_small_site(tmp_path, preprocessor, rows, method):
     """Nine rows have two or three for testing, and in a calibration pilot hold out one."""
     files = {"a": written_to(tmp_path / "a.csv", rows_of(1, rows)), "b": written_to(tmp_path / "b.csv", rows_of(2, 80))}
-    made = Federation(tmp_path, files, preparation, method, calibrate="pilot:1")
+    made = Federation(tmp_path, files, preprocessor, method, calibrate="pilot:1")
     server = made.serve()
     assert server.journal.counted == {"a": 2, "b": 2}  # it trains
     assert [seen.refused for seen in server.sites.values()] == [0, 0]
@@ -167,10 +167,10 @@ def test_with_an_agreed_preparation_no_byte_tells_of_a_row_of_a_small_site(tmp_p
     assert {record["reply"]["train"] for record in made.answers["a"]} == {0, 10}  # never how many it has
 
 
-def test_sums_of_few_rows_are_not_uploaded(tmp_path, preparation):
+def test_sums_of_few_rows_are_not_uploaded(tmp_path, preprocessor):
     """The messages of linear models are sums over rows, and of few rows they are the rows."""
     files = {"a": written_to(tmp_path / "a.csv", rows_of(1, 9)), "b": written_to(tmp_path / "b.csv", rows_of(2, 80))}
-    made = Federation(tmp_path, files, preparation, Linear())
+    made = Federation(tmp_path, files, preprocessor, Linear())
     server = made.serve()
     assert server.journal.counted == {"a": 2, "b": 2}
     uploaded = {
@@ -180,12 +180,12 @@ def test_sums_of_few_rows_are_not_uploaded(tmp_path, preparation):
     assert uploaded == {"a": False, "b": True}
 
 
-def test_what_is_searched_for_is_found_in_a_site_that_tells_of_every_row(tmp_path, preparation):
+def test_what_is_searched_for_is_found_in_a_site_that_tells_of_every_row(tmp_path, preprocessor):
     """The search above would see it: statistics and words of a site without a minimum."""
     files = {"a": written_to(tmp_path / "a.csv", rows_of(1, 9)), "b": written_to(tmp_path / "b.csv", rows_of(2, 80))}
     made = Federation(tmp_path, files, limits={"a": Limits(minimum=1)})
     made.serve()
-    made.sites["a"].source.agreed = Agreed(*read_preparation(preparation))
+    made.sites["a"].source.agreed = Agreed(*read_preprocessor(preprocessor))
     sent = made.sent("a")
     found = {what for what, data in telling(made.sites["a"].source) if data in sent}
     assert found >= {"statistic of age", "statistic of dose"}
@@ -193,9 +193,9 @@ def test_what_is_searched_for_is_found_in_a_site_that_tells_of_every_row(tmp_pat
     assert any(made.numbers("a", "info"))
 
 
-def test_where_all_sites_are_small_they_have_their_models_and_no_scores_are_told(tmp_path, preparation):
+def test_where_all_sites_are_small_they_have_their_models_and_no_scores_are_told(tmp_path, preprocessor):
     files = {name: written_to(tmp_path / f"{name}.csv", rows_of(k, 9)) for k, name in enumerate("ab")}
-    made = Federation(tmp_path, files, preparation, own=True)
+    made = Federation(tmp_path, files, preprocessor, own=True)
     with pytest.raises(UserError, match="All rounds are done, but no site tells its scores"):
         made.serve()
     assert all((tmp_path / "own" / name / "model.safetensors").exists() for name in "ab")
@@ -224,7 +224,7 @@ def told_of(minimum=10, **columns):
     return released(client_summary(rows, "y"), rows, "y", minimum)
 
 
-NOTHING = {"count": 0, "missing": 0, "mean": 0.0, "squares": 0.0, "levels": None, "words": False}
+NOTHING = {"count": 0, "missing": 0, "mean": 0.0, "squares": 0.0, "categories": None, "words": False}
 RNG = np.random.default_rng(0)
 MANY = RNG.normal(size=40)
 
@@ -264,25 +264,25 @@ def test_few_missing_values_are_not_told():
 def test_rare_words_are_one_group_if_that_is_large_enough():
     common = ["blue"] * 20
     made, _ = told_of(x=[*common, *["green"] * 9, *["red"] * 3, *[""] * 8])
-    assert made.columns["x"].levels == (OTHER, "blue")
+    assert made.columns["x"].categories == (OTHER, "blue")
     made, _ = told_of(x=[*common, *["white"] * 12, *["green"] * 8])
-    assert made.columns["x"].levels == ("blue", "white")
+    assert made.columns["x"].categories == ("blue", "white")
 
 
 def test_rare_whole_numbers_are_not_told():
     made, why = told_of(x=[*[1.0] * 12, *[2.0] * 10, *[3.0] * 10, *[9.0] * 8])
-    assert made.columns["x"].levels == ("1", "2", "3")
+    assert made.columns["x"].categories == ("1", "2", "3")
     assert why["x"] == "1 of 4 whole numbers are too rare"
     made, why = told_of(x=[1.0, 2.0, 3.0, 9.0] * 10)
-    assert (made.columns["x"].levels, why) == (("1", "2", "3", "9"), {})
+    assert (made.columns["x"].categories, why) == (("1", "2", "3", "9"), {})
     made, _ = told_of(x=[*np.arange(10.0), *np.arange(10.0), *np.arange(10.0), *np.arange(10.0)])
-    assert made.columns["x"].levels == ()  # all are rare
+    assert made.columns["x"].categories == ()  # all are rare
 
 
 def test_of_classes_no_mean_and_no_rare_one_is_told():
     rows = table(x=list(MANY), y=[0] * 12 + [1] * 25 + [2] * 3)
     made, why = released(client_summary(rows, "y"), rows, "y", 10)
-    assert vars(made.target) == {**NOTHING, "count": 40, "levels": ("0", "1")}
+    assert vars(made.target) == {**NOTHING, "count": 40, "categories": ("0", "1")}
     assert "1 of 3 classes are too rare" in why["y"]
 
 
@@ -314,7 +314,7 @@ def test_no_byte_has_a_rare_word_or_class(tmp_path):
     # As many rows as it told before: the difference would be how many are of the rare class.
     own = made.sites["a"].source
     assert {record["reply"]["train"] for record in made.answers["a"]} == {0, len(own.train)}
-    inputs = own.data(server.journal.common).preparation
+    inputs = own.data(server.journal.common).preprocessor
     column = inputs.input_names.index(f"ward = {OTHER}")
     rare = [word not in ("east", "west") for word in own.train.words("ward")]
     x = inputs.inputs(own.train)[:, column]
@@ -347,9 +347,9 @@ def test_no_byte_has_a_rare_code_and_all_sites_use_the_others(tmp_path):
     assert not [form for form in (RARE_CODE.encode(), *forms(float(RARE_CODE))) if form in wire]
     source = made.sites["a"].source
     assert any("'ward' (1 of 5 whole numbers are too rare)" in note for note in source.notes)
-    prepared = source.data(server.journal.common).preparation
+    prepared = source.data(server.journal.common).preprocessor
     ward = next(f for f in prepared.features if f.name == "ward")
-    assert (ward.kind, ward.levels) == ("number", CODES)
+    assert (ward.kind, ward.categories) == ("number", CODES)
     at = prepared.input_names.index("ward") + 1
     x = prepared.inputs(source.train)[:, at : at + 4]
     rare = [word == RARE_CODE for word in source.train.words("ward")]
@@ -363,12 +363,12 @@ def test_a_rare_code_is_seen_on_the_wire_without_a_minimum(tmp_path):
     assert f'"{RARE_CODE}"'.encode() in made.grid.bytes()
 
 
-def test_with_an_agreed_preparation_no_byte_has_a_code_of_a_small_site(tmp_path):
+def test_with_an_agreed_preprocessing_no_byte_has_a_code_of_a_small_site(tmp_path):
     """The file has codes that are common elsewhere; those of the small site are used as numbers."""
     public = coded_federation(tmp_path / "public", limits={"a": Limits(minimum=1)})
     common = agreed({name: site.source.data_statement() for name, site in public.sites.items()}, public.config)
     made = Preprocessor.from_record(common["preparation"])
-    write_preparation(tmp_path / "p.json", made)
+    write_preprocessor(tmp_path / "p.json", made)
     rows = [[*row[:2], ward, row[3]] for row, ward in zip(rows_of(3, 9), [RARE_CODE, "41117771"] * 5, strict=False)]
     big = rows_of(4, 100, CODES)
     files = {"a": written_to(tmp_path / "a.csv", rows), "b": written_to(tmp_path / "b.csv", big)}
@@ -388,10 +388,10 @@ def test_a_site_refuses_codes_that_it_has_not(tmp_path):
     made = coded_federation(tmp_path)
     source = made.sites["a"].source
     common = agreed({name: site.source.data_statement() for name, site in made.sites.items()}, made.config)
-    assert source.data(common).preparation.input_names[2:] == ("ward", *(f"ward = {code}" for code in CODES))
-    for levels in (CODES[1:], CODES[::-1], ("1.5", *CODES)):
+    assert source.data(common).preprocessor.input_names[2:] == ("ward", *(f"ward = {code}" for code in CODES))
+    for categories in (CODES[1:], CODES[::-1], ("1.5", *CODES)):
         changed = json.loads(json.dumps(common))
-        next(f for f in changed["preparation"]["features"] if f["name"] == "ward")["levels"] = levels
+        next(f for f in changed["preparation"]["features"] if f["name"] == "ward")["levels"] = categories
         with pytest.raises(RejectedMessage, match="does not hold the columns and classes that this site has told"):
             source.data(changed)
     next(f for f in common["preparation"]["features"] if f["name"] == "age")["levels"] = ("40", "41", "42")
@@ -441,23 +441,23 @@ def test_statistics_are_told_anew_only_when_many_rows_have_come(tmp_path):
     path, told_at, head = tmp_path / "a.csv", tmp_path / TOLD, [*HEAD, "split"]
     config = replace(Deployed(tmp_path, FedAvg()).config, data=DATA)
 
-    def facts(number, more=()):
+    def statement(number, more=()):
         written_to(path, [*rows[:number], *more], head)
         made = File("a", path, config, Limits(), None, told_at)
         return made.data_statement(), made.notes
 
-    first, notes = facts(60)
+    first, notes = statement(60)
     assert not notes
-    assert facts(60) == (first, [])
-    again, notes = facts(60, [["99.9999999", "9.9999999", "east", "y", "train"]])
+    assert statement(60) == (first, [])
+    again, notes = statement(60, [["99.9999999", "9.9999999", "east", "y", "train"]])
     assert again == first
     assert "changed by fewer than 10 rows since it was told of, so the same is told again" in notes[0]
-    anew, notes = facts(70)
+    anew, notes = statement(70)
     assert not notes
     assert anew["summary"]["columns"]["age"]["mean"] != first["summary"]["columns"]["age"]["mean"]
     told_at.write_text("{")
     with pytest.raises(UserError, match=r"cannot be read; restore it, or delete it to tell anew"):
-        facts(70)
+        statement(70)
 
 
 @pytest.mark.parametrize("more", [-3, 3])
@@ -475,37 +475,37 @@ def test_a_site_with_a_few_other_rows_takes_part_and_tells_the_same_number(tmp_p
     assert not [sentence for sentence in made.said if "was not used" in sentence]
 
 
-# --- a preparation that all agree on ----------------------------------------------------------------------------------
+# --- preprocessing that all agree on ------------------------------------------------------------------------------------
 
 
-def test_sites_and_server_must_have_agreed_on_the_same(tmp_path, preparation):
+def test_sites_and_server_must_have_agreed_on_the_same(tmp_path, preprocessor):
     files = {name: written_to(tmp_path / f"{name}.csv", rows_of(k, 60)) for k, name in enumerate("ab")}
-    made = Federation(tmp_path / "1", files, preparation)
+    made = Federation(tmp_path / "1", files, preprocessor)
     made.agreed = None
     with pytest.raises(UserError, match="Only 0 of 2 sites joined"):
         made.serve()
-    assert any("have not agreed on the same preparation" in sentence for sentence in made.said)
+    assert any("have not agreed on the same preprocessing" in sentence for sentence in made.said)
     made = Federation(tmp_path / "2", files)
-    made.agreed = Agreed(*read_preparation(preparation))
+    made.agreed = Agreed(*read_preprocessor(preprocessor))
     with pytest.raises(UserError, match="Only 0 of 2 sites joined"):
         made.serve()
 
 
-def test_a_server_that_changes_what_was_agreed_on_is_refused(tmp_path, preparation):
+def test_a_server_that_changes_what_was_agreed_on_is_refused(tmp_path, preprocessor):
     files = {name: written_to(tmp_path / f"{name}.csv", rows_of(k, 60)) for k, name in enumerate("ab")}
-    made = Federation(tmp_path, files, preparation)
-    made.agreed = made.agreed._replace(preparation=replace(made.agreed.preparation, labels=("y", "n")))
+    made = Federation(tmp_path, files, preprocessor)
+    made.agreed = made.agreed._replace(preprocessor=replace(made.agreed.preprocessor, labels=("y", "n")))
     with pytest.raises(UserError, match="got 0 of 2 uploads"):
         made.serve()
-    assert any("not the one that this site has agreed to ('preparation' of its deploy.toml)" in s for s in made.said)
+    assert any("not the one that this site has agreed to ('preprocessing' of its deploy.toml)" in s for s in made.said)
 
 
-def test_a_preparation_is_written_by_a_command_named_by_all_and_pinned(tmp_path, capsys):
+def test_preprocessing_is_written_by_a_command_named_by_all_and_pinned(tmp_path, capsys):
     bpfed, public = Command(capsys), tmp_path / "public"
     public.mkdir()
     for k in range(2):
         written_to(public / f"p{k}.csv", rows_of(50 + k, 30))
-    out = tmp_path / "preparation.json"
+    out = tmp_path / "preprocessing.json"
     said = bpfed.ok("data", "prepare", f"folder:{public}", "--target", "sick", "--out", out).out
     assert digest(out.read_bytes()) in said
     assert "whoever gets the file can read them" in said
@@ -514,11 +514,11 @@ def test_a_preparation_is_written_by_a_command_named_by_all_and_pinned(tmp_path,
     assert [f["name"] for f in record["features"]] == ["age", "dose", "ward"]
     assert "local" not in record
     fed = tmp_path / "fed"
-    bpfed.ok("deploy", "init", fed, "--sites", "a,b", "--target", "sick", "--preparation", out, "--rounds", "2")
+    bpfed.ok("deploy", "init", fed, "--sites", "a,b", "--target", "sick", "--preprocessing", out, "--rounds", "2")
     for place in fed.iterdir():
         plan = Plan.read(place)
-        assert (plan.preparation, plan.preparation_sha256) == ("preparation.json", digest(out.read_bytes()))
-        assert (place / "preparation.json").read_bytes() == out.read_bytes()
+        assert (plan.preprocessing, plan.preprocessing_sha256) == ("preprocessing.json", digest(out.read_bytes()))
+        assert (place / "preprocessing.json").read_bytes() == out.read_bytes()
     small = written_to(tmp_path / "a.csv", rows_of(1, 9))
     site = open_site(admin.site_folder(fed, "a"), print, str(small))
     assert site.source.data_statement() == {
@@ -527,23 +527,29 @@ def test_a_preparation_is_written_by_a_command_named_by_all_and_pinned(tmp_path,
         "train": len(site.source.train),
     }
     assert open_server(fed / "server", print).roster.agreed == digest(out.read_bytes())
-    own = admin.site_folder(fed, "a") / "preparation.json"
+    old = fed / "server" / "deploy.toml"  # as it was written before 0.12
+    old.write_text(
+        old.read_text().replace("preprocessing =", "preparation =").replace("preprocessing_sha", "preparation_sha")
+    )
+    assert "preparation_sha256 = " in old.read_text()
+    assert Plan.read(fed / "server").preprocessing_sha256 == digest(out.read_bytes())
+    own = admin.site_folder(fed, "a") / "preprocessing.json"
     own.write_text(own.read_text().replace('"mean": ', '"mean": 1'))
-    with pytest.raises(UserError, match="is not the preparation that was agreed to: its SHA-256 is"):
+    with pytest.raises(UserError, match="is not the preprocessing that was agreed to: its SHA-256 is"):
         open_site(admin.site_folder(fed, "a"), print)
-    outcome = bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", "--target", "age", "--preparation", out)
+    outcome = bpfed("deploy", "init", tmp_path / "x", "--sites", "a,b", "--target", "age", "--preprocessing", out)
     assert (outcome.code, (tmp_path / "x").exists()) == (2, False)
     assert "has the target 'sick', but the configuration 'age'" in outcome.sentence
 
 
-def test_a_preparation_is_taken_from_a_run(tmp_path, capsys):
+def test_preprocessing_is_taken_from_a_run(tmp_path, capsys):
     made = Federation(
         tmp_path, {n: written_to(tmp_path / f"{n}.csv", rows_of(k, 60)) for k, n in enumerate("ab")}, own=True
     )
     server = made.serve()
     Command(capsys).ok("data", "prepare", tmp_path / "own" / "a", "--out", tmp_path / "p.json")
-    found, _ = read_preparation(tmp_path / "p.json")
-    wanted = made.sites["a"].source.data(server.journal.common).preparation
+    found, _ = read_preprocessor(tmp_path / "p.json")
+    wanted = made.sites["a"].source.data(server.journal.common).preprocessor
     assert (found.features, found.labels) == (wanted.features, wanted.labels)
 
 
@@ -558,7 +564,7 @@ HAND = {
 }
 
 
-def test_a_preparation_can_be_written_by_hand(tmp_path):
+def test_preprocessing_can_be_written_by_hand(tmp_path):
     path = tmp_path / "hand.json"
     path.write_text(json.dumps(HAND))
     files = {name: written_to(tmp_path / f"{name}.csv", rows_of(k, 60)) for k, name in enumerate("ab")}
@@ -595,16 +601,16 @@ def test_a_preparation_can_be_written_by_hand(tmp_path):
         ({"local": {}}, "not for all sites"),
     ],
 )
-def test_what_is_no_preparation_is_refused_in_one_sentence(tmp_path, changes, why):
+def test_what_is_no_preprocessing_is_refused_in_one_sentence(tmp_path, changes, why):
     path = tmp_path / "hand.json"
     path.write_text(json.dumps(HAND | changes))
     with pytest.raises(UserError, match=re.escape(why)) as raised:
-        read_preparation(path)
-    assert "is not a preparation file" in str(raised.value)
+        read_preprocessor(path)
+    assert "is not a preprocessing file" in str(raised.value)
     for text in ("{", "[]", "3", "[" * 100_000, "{}"):
         path.write_text(text)
-        with pytest.raises(UserError, match="is not a preparation file"):
-            read_preparation(path)
+        with pytest.raises(UserError, match="is not a preprocessing file"):
+            read_preprocessor(path)
 
 
 def test_the_rows_of_named_datasets_are_public(tmp_path, capsys):
@@ -619,8 +625,8 @@ def test_existing_files_of_sites_have_the_defaults(tmp_path):
     (tmp_path / "deploy.toml").write_text('sites = ["a", "b"]\nsite = "a"\n')
     plan = Plan.read(tmp_path)
     assert plan.limits == Limits() == Limits(10, 100, 50, 10_000, 10, 5)
-    assert plan.preparation == ""
-    for key, value in (("minimum", 0), ("classes", 1), ("runs_kept", 0), ("preparation", "x.json")):
+    assert plan.preprocessing == ""
+    for key, value in (("minimum", 0), ("classes", 1), ("runs_kept", 0), ("preprocessing", "x.json")):
         given = f'"{value}"' if isinstance(value, str) else value
         (tmp_path / "deploy.toml").write_text(f'sites = ["a", "b"]\nsite = "a"\n{key} = {given}\n')
         with pytest.raises(UserError, match=key):

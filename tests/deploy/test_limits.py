@@ -1,4 +1,4 @@
-"""What a site has in its own files counts, whatever a server asks: rounds, requests, runs, the preparation, its model."""
+"""What a site has in its own files counts, whatever a server asks: rounds, requests, runs, the preprocessing, its model."""
 
 import json
 import shutil
@@ -35,18 +35,18 @@ class Hostile:
         self.site, self.deployed = deployed.sites[name], deployed
         if ran:
             server = deployed.serve()
-            federation, self.facts, self.run = server.federation, server.journal.common, server.journal.run
+            federation, self.common, self.run = server.federation, server.journal.common, server.journal.run
         else:
             told = {name: site.source.data_statement() for name, site in deployed.sites.items()}
-            self.facts, self.run = agreed(told, deployed.config) | {"sites": len(told)}, "abcd"
-            federation = server_side(deployed.config, deployed.data.clients, self.facts)
+            self.common, self.run = agreed(told, deployed.config) | {"sites": len(told)}, "abcd"
+            federation = server_side(deployed.config, deployed.data.clients, self.common)
         self.schemas, self.shared = schemas(federation.method, federation.model), federation.shared
 
-    def ask(self, round_, run=None, shared=None, facts=None, **what):
+    def ask(self, round_, run=None, shared=None, common=None, **what):
         """Why the site refuses that; empty: it does it."""
-        facts = json.dumps(self.facts if facts is None else facts)
+        common = json.dumps(self.common if common is None else common)
         shared = self.shared if shared is None else shared
-        ask = Request(self.site.fingerprint, run or self.run, round_, facts=facts, shared=shared, **what)
+        ask = Request(self.site.fingerprint, run or self.run, round_, common=common, shared=shared, **what)
         answer = self.site.answer(ask.write(self.schemas.down(round_)))
         return answer["reply"]["refused"]
 
@@ -203,7 +203,7 @@ def test_the_model_of_another_run_is_kept_beside_the_new_one(tmp_path):
     assert not [path for path in hostile.site.own.parent.iterdir() if path.name.startswith(".")]
 
 
-# --- the preparation --------------------------------------------------------------------------------------------------
+# --- the preprocessing --------------------------------------------------------------------------------------------------
 
 
 def made_in(folder):
@@ -233,10 +233,10 @@ LIES = {
     "a class renamed": lambda p: replace(p, labels=("n", "z")),
     "a class lost": lambda p: replace(p, labels=("a", "n")),
     "a regression": lambda p: replace(p, task="regression", labels=()),
-    "words as numbers": changed("ward", kind="number", levels=(), scale=1.0),
-    "numbers as words": changed("age", kind="words", levels=("1", "2")),
-    "words lost": changed("ward", levels=("east", "north")),
-    "words swapped": changed("ward", levels=("west", "east")),
+    "words as numbers": changed("ward", kind="number", categories=(), scale=1.0),
+    "numbers as words": changed("age", kind="words", categories=("1", "2")),
+    "words lost": changed("ward", categories=("east", "north")),
+    "words swapped": changed("ward", categories=("west", "east")),
     "a spread of nothing": changed("age", scale=1e-9),
     "a spread beyond measure": changed("age", scale=1e12),
     "not standardised": lambda p: replace(p, standardise="none"),
@@ -246,34 +246,34 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_preparation_that_is_not_of_what_the_site_told_is_refused(honest, lie):
-    tables, facts = honest
-    made = LIES[lie](Preprocessor.from_record(facts["preparation"]))
+def test_preprocessing_that_is_not_of_what_the_site_told_is_refused(honest, lie):
+    tables, common = honest
+    made = LIES[lie](Preprocessor.from_record(common["preparation"]))
     source = tables.sites["a"].source
-    source.data(facts)
+    source.data(common)
     with pytest.raises(
         RejectedMessage, match="does not hold the columns and classes that this site has told"
     ) as raised:
-        source.data(facts | {"preparation": made.record()})
+        source.data(common | {"preparation": made.record()})
     assert not any(word in str(raised.value) for word in ("age", "ward", "east", "'n'"))  # said at home only
     assert "compared with what this site has told" in source.notes[-1]
 
 
-def test_a_preparation_with_what_is_no_number_is_refused(honest):
-    tables, facts = honest
-    made = changed("age", mean=float("nan"))(Preprocessor.from_record(facts["preparation"]))
-    with pytest.raises(RejectedMessage, match="its preparation cannot be read"):
-        tables.sites["a"].source.data(facts | {"preparation": made.record()})
+def test_preprocessing_with_what_is_no_number_is_refused(honest):
+    tables, common = honest
+    made = changed("age", mean=float("nan"))(Preprocessor.from_record(common["preparation"]))
+    with pytest.raises(RejectedMessage, match="its preprocessing cannot be read"):
+        tables.sites["a"].source.data(common | {"preparation": made.record()})
 
 
 def test_classes_that_were_invented_are_limited_by_the_sites_own_number(honest):
-    tables, facts = honest
-    made = Preprocessor.from_record(facts["preparation"])
+    tables, common = honest
+    made = Preprocessor.from_record(common["preparation"])
     source = copy(tables.sites["a"].source)
 
     def with_more(number):
         labels = tuple(sorted({*made.labels, *(f"m{k:03d}" for k in range(number))}))
-        return facts | {"preparation": replace(made, labels=labels).record()}
+        return common | {"preparation": replace(made, labels=labels).record()}
 
     with pytest.raises(RejectedMessage, match=r"has 1002 classes; 'classes' of this site's deploy.toml is 100"):
         source.data(with_more(1000))
@@ -316,10 +316,10 @@ def test_a_lie_costs_the_server_its_round_and_is_in_the_sites_log(tmp_path):
 
 def test_a_site_that_was_not_asked_before_the_run_began_is_refused_if_it_has_more(tmp_path, honest):
     """Its own columns and classes have no place in what the others agreed on."""
-    tables, facts = honest
+    tables, common = honest
     rows = [[*row, f"{k}.25"] for k, row in enumerate(rows_of(3, 60))]
     late = written_to(tmp_path / "c.csv", rows, ["age", "dose", "ward", "sick", "pulse"])
     source = File("c", late, tables.config)
     with pytest.raises(RejectedMessage, match="start a new run while all sites are online"):
-        source.data(facts)
+        source.data(common)
     assert "it lacks the column 'pulse'" in source.notes[-1]

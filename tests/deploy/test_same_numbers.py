@@ -181,11 +181,11 @@ def test_simulation_server_and_loaded_run_have_the_same_model_to_the_bit(make, m
     data = make()
     config = configured(BPFed(), hidden=6, members=members, seed=3)
     federation = Federation.start(config.method, data, config.run)
-    facts = {"shape": list(data.input_shape), "task": data.task, "classes": data.classes}
+    known = {"shape": list(data.input_shape), "task": data.task, "classes": data.classes}
     (tmp_path / "model").write_bytes(checkpoint.model_bytes(federation.model))
     args = config.method, config.run
     loaded = checkpoint.load_model(tmp_path / "model", None, None, without_examples(card(data)), *args)
-    for model in (server_side(config, data.clients, facts).model, loaded):
+    for model in (server_side(config, data.clients, known).model, loaded):
         assert torch.equal(model.initial, federation.model.initial)
         assert (model.layout, model.likelihood) == (federation.model.layout, federation.model.likelihood)
         assert (model.local, model.output_bias) == (federation.model.local, federation.model.output_bias)

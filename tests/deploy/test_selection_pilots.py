@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from federations import SETTINGS, Deployed, configured, simulated
@@ -20,9 +21,10 @@ from bpfed.deploy.server.rounds import method_rule
 from bpfed.deploy.server.server import check_deployment
 from bpfed.deploy.settings import Limits
 from bpfed.deploy.site.limits import check_candidate
+from bpfed.inference.tasks import get_task
 from bpfed.methods import Adaptive
 from bpfed.report import RunRecord
-from bpfed.runs.pilot import choose, select
+from bpfed.runs.pilot import ScoredCandidate, choose, comparable, select
 
 DATA = classification(sizes=(30, 30, 30))
 #: The first candidate does not learn; the data do not tell the other two apart.
@@ -117,7 +119,7 @@ def test_a_site_may_refuse_and_one_that_is_away_once_has_no_part(tmp_path):
     spoil(deployed, "site b", away, rounds=("2",))
     server = deployed.serve()
     assert server.candidate == CHOSEN
-    assert "Sites without a score of every candidate had no part in this choice: site a." in deployed.said
+    assert "Sites without a score of every candidate had no part in this choice: site a, site b." in deployed.said
     assert "'selection_pilots' of this site's deploy.toml refuses them" in " ".join(deployed.said)
     assert [record["participants"] for record in server.history] == [3]
 
@@ -140,13 +142,57 @@ def test_scores_of_too_few_rows_are_not_told(tmp_path):
     )
 
 
-@pytest.mark.parametrize("score", [{"examples": 6, "nll": math.nan}, {"examples": 31, "nll": 1.0}, {"nll": 1.0}])
+@pytest.mark.parametrize(
+    "score",
+    [
+        {"examples": 6, "nll": math.nan},
+        {"examples": 31, "nll": 1.0},
+        {"nll": 1.0},
+        {"examples": 0, "nll": math.inf},
+        {"examples": 6, "nll": -1.0},
+        {"examples": 6, "nll": 200.0},
+    ],
+)
 def test_a_score_that_cannot_be_is_refused(score):
+    """For classes that is also one below 0, or beyond the least probability that is told apart from 0."""
+    task = get_task("classification")
     answer = Reply("", "a", 3, "site a", score=HeldOutScore(6, 4.5)).write()
-    assert Reply.read(answer, None, None, most_scored=30).score == (6, 4.5)
+    assert Reply.read(answer, None, None, task=task, most_scored=30).score == (6, 4.5)
+    answer["score"] = MetricRecord({"examples": 6, "nll": 6 * 27.6310211})  # of examples that are as unlikely as can be
+    assert Reply.read(answer, None, None, task=task, most_scored=30).score is not None
     answer["score"] = MetricRecord(score)
     with pytest.raises(RejectedMessage):
-        Reply.read(answer, None, None, most_scored=30)
+        Reply.read(answer, None, None, task=task, most_scored=30)
+
+
+@pytest.mark.parametrize("score", [-1e9, 1e9])
+def test_a_density_has_no_such_bounds(score):
+    answer = Reply("", "a", 3, "site a", score=HeldOutScore(6, score)).write()
+    assert Reply.read(answer, None, None, task=get_task("regression"), most_scored=30).score == (6, score)
+
+
+def test_a_site_that_scores_no_candidate_with_a_number_does_not_end_the_run(tmp_path):
+    """Where all say so, nothing can be chosen."""
+    deployed = deployment(tmp_path)
+
+    def lie(record, message):
+        if Request.read(message.content).fold:
+            record["score"] = MetricRecord({**record["score"], "nll": math.inf})
+        return record
+
+    spoil(deployed, "site b", lie, rounds=("2",))
+    assert [record["participants"] for record in deployed.serve().history] == [3]
+    assert "Sites without a score of every candidate had no part in this choice: site b." in deployed.said
+    sums = np.array([[1.0, np.inf, np.inf], [np.inf, np.inf, 1.0]])
+    tried = [ScoredCandidate(Short(), {}, one, np.ones(3)) for one in sums]
+    assert [one.nll for one in comparable(tried)] == [math.inf, math.inf]  # two of three
+
+
+def test_a_candidate_that_no_number_can_be_given_for_is_not_chosen_while_there_are_others():
+    """It is the honest site's word that training fails there."""
+    sums = np.array([[1.0, np.inf, 1.0], [5.0, 5.0, 5.0]])
+    tried = comparable([ScoredCandidate(Short(), {}, one, np.ones(3)) for one in sums])
+    assert [one.nll for one in tried] == [math.inf, 5.0]
 
 
 def test_settings_with_which_training_diverges_are_not_chosen(tmp_path):

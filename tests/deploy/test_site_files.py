@@ -83,7 +83,7 @@ def test_codes_are_used_as_in_a_simulation(tmp_path, files):
     made, data = deployed(tmp_path, files, FedAvg())
     server = made.serve()
     wanted = tuple(f"pain{what}" for what in ("", " = 1", " = 2", " = 3", " missing"))
-    assert data.preparation.input_names == ("age", "height", *wanted, "ward = a", "ward = b")
+    assert data.preprocessor.input_names == ("age", "height", *wanted, "ward = a", "ward = b")
     for k, name in enumerate(data.clients):
         own = made.sites[name].source.data(server.journal.common)
         assert torch.allclose(own.train.x, data.train.client(k)[0], atol=1e-6)
@@ -99,7 +99,7 @@ def test_the_target_of_a_regression_is_named_with_its_spread_and_what_its_mean_w
     server = made.serve()
     same(server, *simulated(FedAvg(), data, rounds=ROUNDS))
     record = RunRecord.read(server.journal.folder)
-    assert record.target == ("target", pytest.approx(data.preparation.target_scale))
+    assert record.target == ("target", pytest.approx(data.preprocessor.target_scale))
     assert [row["baseline"] > 0 for row in record.rows] == [True] * 3
     assert "RMSE in SD of 'target' (1 SD = " in html.unescape((server.journal.folder / "report.html").read_text())
 
@@ -139,8 +139,8 @@ def test_sites_whose_columns_contradict_each_other_are_told_so(tmp_path, files):
 @pytest.mark.parametrize("told", [{}, {"summary": "x"}, {"summary": {"columns": 3}}])
 def test_what_a_site_told_in_another_form_is_not_remarked_on(tmp_path, files, told):
     made, _ = deployed(tmp_path, files, FedAvg())
-    facts = {name: site.source.data_statement() for name, site in made.sites.items()}
-    assert check_sites(facts | {"late": told}, agreed(facts, made.config)) == []
+    statements = {name: site.source.data_statement() for name, site in made.sites.items()}
+    assert check_sites(statements | {"late": told}, agreed(statements, made.config)) == []
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -160,9 +160,9 @@ def test_a_part_of_a_named_dataset_is_the_part_of_that_client(tmp_path, monkeypa
     whose = data.clients.index(sites[1]) if named else 1
     for ours, theirs in ((part.train, data.train), (part.test, data.test)):
         torch.testing.assert_close((ours.x, ours.y), theirs.client(whose))
-    own = part.preparation
-    assert own.local == {sites[1]: data.preparation.local[data.clients[whose]]}
-    assert replace(own, local={}) == replace(data.preparation, local={})
+    own = part.preprocessor
+    assert own.local == {sites[1]: data.preprocessor.local[data.clients[whose]]}
+    assert replace(own, local={}) == replace(data.preprocessor, local={})
 
 
 def test_a_file_without_a_target_is_refused_at_the_start(tmp_path):

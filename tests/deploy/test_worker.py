@@ -57,7 +57,7 @@ def test_an_app_asks_its_worker(bpfed, tmp_path):
     ask = Request(own.fingerprint, "ab", 0).write()
     answer = Reply.read(worker.from_bytes(worker.ask(site, worker.to_bytes(ask), 30.0)), None, None)
     assert (answer.site, answer.refused) == ("client-00", "")
-    assert '"classes": 10' in answer.facts
+    assert '"classes": 10' in answer.statement
 
 
 @pytest.fixture(params=[1, 180])

@@ -28,8 +28,8 @@ def seed_result(seed: int, accuracy: list[float], ece: list[float] | None = None
 
 def put(results: Path, cell: str, method: str, runs: list[dict[str, Any]], tag: str = "", **more: Any) -> Path:
     named = {"protocol": "paper", "partition": "groups", "cell": cell, "method": method, "title": lineup.title(method)}
-    facts = {"settings": {}, "rounds": 12, "bins": 3, "device": "NVIDIA H200", "seconds": 30.0}
-    record: dict[str, Any] = named | facts | {"runs": runs} | more
+    common = {"settings": {}, "rounds": 12, "bins": 3, "device": "NVIDIA H200", "seconds": 30.0}
+    record: dict[str, Any] = named | common | {"runs": runs} | more
     path = results / record["protocol"] / record["partition"] / cell / tag / f"{method}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_json(record))

@@ -49,9 +49,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.write_text(to_json({"cell": "mnist-small", "method": method, "points": points, "curve": curve}))
         three["accuracy"] = [[a + 0.01 * (k + 1) for a in row] for row in three["accuracy"]]
     swept = {"bpfed": three, "fedavg": three}
-    facts = {"data": "20 clients", "rounds": 9, "seeds": [0, 1], "device": "NVIDIA H200"}
+    metadata = {"data": "20 clients", "rounds": 9, "seeds": [0, 1], "device": "NVIDIA H200"}
     (folder / "heterogeneity.json").write_text(
-        to_json({"axis": "alpha", "values": [0.1, 10], "methods": swept, **facts})
+        to_json({"axis": "alpha", "values": [0.1, 10], "methods": swept, **metadata})
     )
     strange = {what: {"total": [0.81, 0.83], "epistemic": [0.5, None]} for what in ("unseen", "other")}
     shifted = {name: {"rotation": got, "ood": strange} for name, got in swept.items()}

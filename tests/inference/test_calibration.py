@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import scenarios
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
-from scipy.special import log_softmax
+from scipy.special import expit, log_softmax
+from scipy.stats import norm
 
 import bpfed
 from bpfed._util.errors import UserError
@@ -24,6 +27,7 @@ from bpfed.inference.calibration import (
     PRIOR,
     Calibration,
     Conformal,
+    Ranks,
     Scales,
     by_client,
     counted,
@@ -143,12 +147,12 @@ def test_too_few_examples_give_every_label_and_infinite_intervals():
     probs = torch.tensor([[0.98, 0.01, 0.01]])
     few, enough = torch.zeros(8), torch.zeros(9)
     entropy = torch.zeros(1)
-    assert Classified(probs, entropy, entropy, None, Conformal(few)).prediction_set(0.9).all()
+    assert Classified(probs, entropy, entropy, scores=Conformal(few)).prediction_set(0.9).all()
     assert (
-        not Classified(probs, entropy, entropy, None, Conformal(enough)).prediction_set(0.9).any()
+        not Classified(probs, entropy, entropy, scores=Conformal(enough)).prediction_set(0.9).any()
     )  # none is as typical as those
-    assert Classified(probs, entropy, entropy, None, Conformal(torch.zeros(0))).prediction_set(0.5).all()
-    low, high = Regressed(entropy, entropy, entropy + 1, None, Conformal(few)).interval(0.9)
+    assert Classified(probs, entropy, entropy, scores=Conformal(torch.zeros(0))).prediction_set(0.5).all()
+    low, high = Regressed(entropy, entropy, entropy + 1, scores=Conformal(few)).interval(0.9)
     assert (low == -math.inf).all()
     assert (high == math.inf).all()
 
@@ -156,14 +160,14 @@ def test_too_few_examples_give_every_label_and_infinite_intervals():
 def test_sets_are_those_of_untempered_probabilities():
     probs = torch.tensor([[0.6, 0.3, 0.1]])
     entropy = torch.special.entr(probs).sum(-1)
-    found = Classified(probs, entropy, entropy, None, Conformal(torch.linspace(0.05, 0.75, 19)))
+    found = Classified(probs, entropy, entropy, scores=Conformal(torch.linspace(0.05, 0.75, 19)))
     assert found.prediction_set(0.9).tolist() == [[True, True, False]]
     assert torch.equal(found.at(5.0).prediction_set(0.9), found.prediction_set(0.9))
 
 
 def test_intervals_are_scaled_by_the_predicted_deviation():
     found = Regressed(
-        torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 4.0]), None, Conformal(torch.full((20,), 1.5))
+        torch.tensor([1.0, 2.0]), torch.zeros(2), torch.tensor([1.0, 4.0]), scores=Conformal(torch.full((20,), 1.5))
     )
     low, high = found.interval(0.9)
     assert low.tolist() == [-0.5, -1.0]
@@ -507,6 +511,220 @@ def test_intervals_follow_the_spread_of_each_client():
         Calibration.from_record({**own.record(), "scales": {"square": 0.0, "strength": 1.0}}, 300)
 
 
+# --- ranks of scores among those that a client's model predicts ---------------------------------------------------------
+
+
+def ranks_with(mean, deviation):
+    """Of one client and one class."""
+    return Ranks(torch.tensor([[mean]]).double(), torch.tensor([[deviation]]).double(), torch.ones(2, 1).double())
+
+
+def ranked(ranks, scores):
+    return ranks.ranked(scores, torch.zeros(len(scores), dtype=torch.long), offsets_of(len(scores)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(-9, 6), st.floats(0.3, 5), st.floats(-8, 8))
+def test_a_rank_is_the_predicted_share_of_the_class_that_is_as_probable(mean, deviation, odds):
+    score = float(torch.tensor(1.0 - expit(odds)).float())
+    at = math.log((1.0 - score) / score)
+    lowest, top = (max(-12.0, mean - 9 * deviation), min(12.0, mean + 9 * deviation))
+
+    def mass(low, high):
+        return quad(lambda t: norm.pdf(t, mean, deviation) * expit(t), low, high, limit=400)[0] if high > low else 0.0
+
+    at = min(max(at, lowest), top)
+    share = mass(at, top) / (mass(lowest, at) + mass(at, top))
+    found = ranked(ranks_with(mean, deviation), torch.tensor([score]))
+    assert found.item() == pytest.approx(0.99 * share + 0.01 * score, abs=0.012)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.floats(-12, 12),
+    st.floats(0.25, 12),
+    st.lists(st.floats(0, 1, width=32), min_size=1, max_size=30),
+    st.floats(0, 1),
+)
+def test_ranks_rise_with_scores_and_a_bound_of_ranks_is_one_of_scores(mean, deviation, scores, bound):
+    ranks, scores = ranks_with(mean, deviation), torch.tensor(sorted(scores))
+    found = ranked(ranks, scores)
+    assert bool(((found > 0.0) & (found < 1.0)).all())
+    assert bool((found.diff() >= 0.0).all())
+    of_scores = ranks.scores(torch.tensor([[bound]]).double()).item()
+    assert 0.0 <= of_scores <= 1.0
+    inside, near = scores.double() <= of_scores, (found - bound).abs() < 1e-7
+    assert bool((inside | (found > bound) | near).all())  # what has a rank below the bound is in the set
+    unclear = near | (scores < 1e-5) | (scores > 1.0 - 1e-5)  # log odds are clamped there
+    assert bool((~inside | (found <= bound) | unclear).all())
+    assert ranks.scores(torch.tensor([[math.inf]]).double()).item() == math.inf
+
+
+def test_clients_are_described_by_their_training_inputs_as_far_as_these_tell():
+    g = torch.Generator().manual_seed(2)
+    sizes = [30] * 300
+    owner, shift = torch.arange(300).repeat_interleave(30), torch.randn(300, generator=g, dtype=torch.float64)
+
+    def made(shifts, factor=1.0):
+        odds = shifts[owner] + factor * torch.randn(9000, generator=g, dtype=torch.float64) - 2.0
+        return Ranks.of(torch.stack([torch.sigmoid(-odds), torch.sigmoid(odds)], 1), offsets_of(*sizes))
+
+    differing, alike = made(shift), made(0.0 * shift)
+    assert (differing.mean[:, 1] + 2.0 - shift).std() < 0.25
+    torch.testing.assert_close(differing.mean[:, 0], -differing.mean[:, 1], rtol=0, atol=0.002)
+    assert alike.mean[:, 1].std() < 0.06  # 1 / √30 = 0.18 without shrinkage
+    assert alike.deviation[:, 1].std() < 0.06
+    assert alike.deviation[:, 1].mean() == pytest.approx(1.0, abs=0.03)
+    spread = made(0.0 * shift, torch.where(owner < 150, 0.5, 2.0))
+    assert spread.deviation[:150].mean() < 0.7
+    assert spread.deviation[150:].mean() > 1.7
+    # A client without training examples is like all; of one client there is nothing to shrink to but itself.
+    few = Ranks.of(torch.tensor([[0.9, 0.1], [0.7, 0.3]]), offsets_of(2, 0))
+    assert torch.equal(few.mean[1], few.common[0])
+    assert torch.equal(few.take(slice(1, 2)).mean, few.unknown.mean)
+    alone = Ranks.of(torch.full((5, 3), 1 / 3), offsets_of(5))
+    assert torch.equal(alone.deviation, torch.full((1, 3), 0.25).double())  # all inputs alike
+    assert torch.equal(alone.mean[0], alone.common[0])
+
+
+def by_ranks(scores, classes, offsets, rows, ranks):
+    order = by_client(scores, offsets)
+    scores, classes = scores[order].float(), classes[order]
+    found = ranks.ranked(scores, classes, offsets)
+    pool = counted(found, classes, torch.tensor([0, len(scores)]), rows, "ranks")[0]
+    clients = torch.ones(len(offsets) - 1).double()
+    return Calibration("sample", 20, clients, scores, offsets, classes, pool, "ranks", None, None, ranks)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_each_class_is_held_as_often_as_it_should_be_and_clients_alike_if_the_model_is_right(right):
+    g = torch.Generator().manual_seed(5)
+    clients, each, new = 300, 25, 200
+    rate = torch.linspace(-4.0, 0.0, clients, dtype=torch.float64)
+
+    def drawn(count):
+        odds = rate[:, None] + 1.5 * torch.randn(clients, count, generator=g, dtype=torch.float64)
+        y = (torch.rand(clients, count, generator=g, dtype=torch.float64) < torch.sigmoid(odds)).long()
+        p = torch.sigmoid(odds if right else 3.0 * torch.sin(7.0 * odds))  # a model that makes no sense
+        return torch.stack([1.0 - p, p], -1).flatten(0, 1), y.flatten()
+
+    offsets = torch.arange(clients + 1) * each
+    (train, _), (held, y), (probs, truth) = drawn(each), drawn(each), drawn(new)
+    scores = 1.0 - held.gather(1, y[:, None])[:, 0]
+    own = by_ranks(scores, y, offsets, 2, Ranks.of(train, offsets))
+    order = by_client(scores, offsets)
+    pool = counted(scores[order], y[order], torch.tensor([0, len(y)]), 2, "sets")[0]
+    plain = Calibration("sample", 20, torch.ones(clients), scores[order], offsets, y[order], pool)
+    inside = []
+    for made in (own, plain):
+        bounds = made.thresholds(0.9)
+        assert bool(bounds.isfinite().all())
+        sets = (1.0 - probs).float().double() <= bounds.repeat_interleave(new, 0)
+        hits = sets.gather(1, truth[:, None])[:, 0].double()
+        for k in range(2):
+            assert hits[truth == k].mean().item() == pytest.approx(0.9, abs=0.02)
+        inside.append(hits.view(clients, new).mean(1))
+    if right:
+        few, many = (part.mean().item() for part in (inside[0][:60], inside[0][-60:]))
+        assert few == pytest.approx(0.9, abs=0.025)
+        assert many == pytest.approx(0.9, abs=0.025)
+        assert inside[1][:60].mean() > 0.94  # by scores, clients with few of the rare class are held too often
+        assert inside[0].std() < 0.8 * inside[1].std()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31), st.integers(1, 40), st.floats(0.05, 0.95))
+def test_the_only_client_has_its_own_split_conformal_bound(seed, n, level):
+    g = torch.Generator().manual_seed(seed)
+    probs = (2.0 * torch.randn(2 * n, 3, generator=g)).softmax(1)
+    y, offsets = torch.zeros(n, dtype=torch.long), offsets_of(n)
+    scores = 1.0 - probs[:n, 0]
+    made = by_ranks(scores, y, offsets, 3, Ranks.of(probs[n:], offsets))
+    found, exact = made.thresholds(level)[0], threshold(scores.sort().values, level)
+    assert bool(found[1:].isinf().all())  # no calibration example of these
+    if math.isinf(exact):
+        assert found[0].item() == math.inf
+        return
+    assert found[0] >= exact - 1e-9
+    rank = made.ranks.ranked(torch.tensor([exact, min(found[0].item(), 1.0)]), y[:1].repeat(2), offsets_of(2))
+    assert torch.logit(rank).diff().item() < 0.03  # rounded up to the end of a cell, and no further
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**31), st.lists(st.integers(0, 12), min_size=1, max_size=6))
+def test_bounds_by_rank_rise_with_the_level_and_survive_their_record(seed, sizes):
+    g = torch.Generator().manual_seed(seed)
+    offsets, e = offsets_of(*sizes), sum(sizes)
+    probs = (3.0 * torch.randn(e + 20, 3, generator=g)).softmax(1)
+    y = torch.randint(2, (e,), generator=g)  # never the third class
+    ranks = Ranks.of(probs[e:], torch.tensor([0] + [20] * len(sizes)))
+    made = by_ranks(1.0 - probs[:e].gather(1, y[:, None])[:, 0], y, offsets, 3, ranks)
+    again = Calibration.from_record(json.loads(json.dumps(made.record())), len(sizes))
+    found = [made.thresholds(level) for level in (0.3, 0.5, 0.8)]
+    assert all(bool((b >= a).all()) for a, b in pairwise(found))
+    assert all(bool(bounds[:, 2].isinf().all()) for bounds in found)
+    for bounds, level in zip(found, (0.3, 0.5, 0.8), strict=True):
+        assert torch.equal(again.thresholds(level), bounds)
+        assert all(torch.equal(again.client(i)[1].bounds(level), bounds[i]) for i in range(len(sizes)))
+    assert again.unknown is not None
+    assert again.unknown.bounds(0.5).shape == (3,)
+    wrong = {
+        "its ranks are not those of": {"mean": [[0.0] * 3] * (len(sizes) + 1)},
+        "its ranks are not made of": {"deviation": [[0.0] * 3] * len(sizes)},
+    }
+    for words, change in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            Calibration.from_record({**made.record(), "ranks": {**made.record()["ranks"], **change}}, len(sizes))
+    with pytest.raises(ValueError, match="its ranks do not fit its pool"):
+        Calibration.from_record({**made.record(), "regions": "sets"}, len(sizes))
+
+
+#: As version 0.11 wrote it, and the bounds that it had.
+EARLIER = {
+    "how": "sample",
+    "draws": 20,
+    "temperatures": [1.0, 1.0, 1.0],
+    "scores": [0.0, 0.0, 0.0, 0.01, 0.08, 0.22, 0.6, 0.0, 0.02, 0.16, 0.2, 0.21, 0.35, 0.55, 0.64, 0.79],
+    "offsets": [0, 7, 7, 16],
+    "regions": "sets",
+    "pool": {
+        "rows": 2,
+        "cells": CELLS,
+        "row": [0] * 10 + [1] * 4,
+        "cell": [0, 308, 431, 442, 444, 447, 508, 516, 523, 555, 0, 338, 398, 474],
+        "count": [2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 1, 1, 1],
+    },
+    "classes": [0, 0, 1, 0, 1, 0, 0, 1, 1, 0, 0, 0, 1, 0, 0, 0],
+}
+EARLIER_BOUNDS = [
+    *(0.2103785227274111, 0.08099845557184164),
+    *(0.2103785227274111, 0.020397321083780794),
+    *(0.22261342502889175, 0.020397321083780794),
+]
+
+
+def test_a_record_of_an_earlier_version_bounds_scores_as_it_did():
+    made = Calibration.from_record(EARLIER, 3)
+    assert made.ranks is None
+    assert made.thresholds(0.5).flatten().tolist() == pytest.approx(EARLIER_BOUNDS, rel=1e-12)
+    assert made.record() == EARLIER | {"scores": made.scores.tolist()}
+
+
+def test_a_run_by_class_has_the_same_sets_from_its_folder_and_in_its_evaluation(tmp_path):
+    data = scenarios.classification((120,) * 4, test=60, seed=5)
+    run = fitted(data, calibration=0.6, out=tmp_path / "run")
+    assert run.detail()["sets"]["by"] == "class"
+    loaded = bpfed.Run.load(tmp_path / "run")
+    assert loaded.calibration.ranks is not None
+    for i, (client, kept) in enumerate(zip(run.clients(), loaded.clients(), strict=True)):
+        x, y = run.data.test.client(i)
+        sets = client.predict(x).prediction_set(SURE)
+        assert torch.equal(kept.predict(x, prepared=True).prediction_set(SURE), sets)
+        held = sets.gather(1, y[:, None]).float().mean().item()
+        assert run.detail()["clients"][i]["coverage"] == pytest.approx(held, abs=1e-6)
+        assert bool(client.predict(x).scores.bounds(SURE).isfinite().all())
+
+
 @pytest.fixture(scope="module")
 def small_clients():
     """133 clients with 20 calibration examples, of which one in eight is of the rare class, and 40 test examples each."""
@@ -535,6 +753,7 @@ def test_sets_of_133_small_clients_hold_each_class_alike_and_leave_out_labels(sm
     plain = fitted(small_clients, "bpfed-linear", calibration=0.5, rounds=5, epochs=1, sets="pooled")
     assert 0.88 <= plain.history[-1]["coverage"]["pooled"] <= 0.92
     assert plain.detail()["classes"][1]["coverage"] < 0.75
+    assert f"and those of all clients, which together count as {POOLED['sets']:g}." in plain.record().sets_words
 
 
 def test_intervals_of_small_clients_are_finite_and_hold_the_target():
@@ -543,9 +762,6 @@ def test_intervals_of_small_clients_are_finite_and_hold_the_target():
     assert [s for s in said if s.startswith("All 30 clients have fewer than the 9 calibration examples")]
     assert run.history[-1]["interval_width"]["worst"] < math.inf
     assert run.history[-1]["coverage"]["pooled"] == pytest.approx(0.9, abs=0.06)
-    assert (
-        "calibrated with its own examples and those of all clients, which together count as 50"
-        in run.record().sets_words
-    )
+    assert f"and those of all clients, which together count as {POOLED['intervals']:g}." in run.record().sets_words
     with pytest.raises(UserError, match=r"sets is 'class', but a regression has no sets of classes"):
         fitted(scenarios.regression(), calibration=0.2, sets="class")

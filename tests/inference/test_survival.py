@@ -17,7 +17,7 @@ import bpfed
 from bpfed._util.errors import UserError
 from bpfed.inference.calibration import Conformal
 from bpfed.inference.survival import (
-    LEVELS,
+    HAZARD_STEPS,
     SHAPE,
     STEPS,
     ProportionalHazards,
@@ -28,7 +28,8 @@ from bpfed.inference.survival import (
     log_hazard_baseline,
     time_grid,
 )
-from bpfed.metrics.survival import brier_curves, concordance, integrated_brier, kaplan_meier, product_limit
+from bpfed.metrics.survival import brier_curves, concordance, integrated_brier, left_at, product_limit
+from bpfed.runs.baselines import baselines, cox
 
 RNG = np.random.default_rng(0)
 QUICK = ["--rounds", "3", "--epochs", "2", "--hidden", "4", "--method", "fedper", "--device", "cpu", "--quiet"]
@@ -45,7 +46,7 @@ def test_with_parameters_at_zero_times_are_exponential_and_with_the_shape_alone_
     found = ProportionalHazards().nll(outputs, y, ProportionalHazards().parameters())
     torch.testing.assert_close(found, eta.exp() * time - torch.where(y > 0, eta, 0.0))
     for shape in (0.6, 1.7):
-        parameters = {SHAPE: torch.tensor([math.log(shape)]), LEVELS: torch.zeros(STEPS)}
+        parameters = {SHAPE: torch.tensor([math.log(shape)]), HAZARD_STEPS: torch.zeros(STEPS)}
         density = eta + math.log(shape) + (shape - 1.0) * time.log()
         wanted = eta.exp() * time**shape - torch.where(y > 0, density, 0.0)
         torch.testing.assert_close(ProportionalHazards().nll(outputs, y, parameters), wanted)
@@ -65,9 +66,7 @@ def test_kaplan_meier_and_concordance_are_those_of_lifelines() -> None:
     y = signed(60)
     fitted = KaplanMeierFitter().fit(np.abs(y), y > 0)
     when = np.linspace(0.0, 20.0, 50)
-    np.testing.assert_allclose(
-        kaplan_meier(torch.from_numpy(y), torch.from_numpy(when)), fitted.predict(when), atol=1e-9
-    )
+    np.testing.assert_allclose(left_at(product_limit(np.abs(y), y > 0), when), fitted.predict(when), atol=1e-9)
     for n in (2, 3, 40):
         y, risk = signed(n), RNG.integers(0, 8, n).astype(float)
         ordered, compared = concordance(risk, y)
@@ -102,7 +101,7 @@ def test_medians_and_bounds_are_read_off_the_curve() -> None:
     rate = torch.tensor([0.2, 1.0, 5.0])
     curve = torch.exp(-rate[:, None].double() * time_grid())
     earliness = 1.0 / -torch.linspace(0.005, 0.995, 100).log()
-    found = Survived(rate.log(), torch.zeros(3), curve.float(), Conformal(earliness))
+    found = Survived(rate.log(), torch.zeros(3), curve.float(), scores=Conformal(earliness))
     np.testing.assert_allclose(found.median, math.log(2.0) / rate, rtol=2e-2)
     np.testing.assert_allclose(found.at(0.3), torch.exp(-0.3 * rate), rtol=1e-2)
     np.testing.assert_allclose(found.lower_bound(0.9), -math.log(0.905) / rate, rtol=0.1)
@@ -181,8 +180,6 @@ def test_arrays_of_times_and_events() -> None:
 
 def test_the_baselines_are_lifelines_cox_model_and_kaplan_meier() -> None:
     import pandas as pd
-
-    from bpfed.runs.baselines import baselines, cox
 
     data = scenarios.survival(sizes=(150, 120), test=40)
     x, y = data.train.x.double().numpy(), data.train.y.double().numpy()

@@ -186,7 +186,7 @@ def test_a_newcomer_learns_the_same_from_a_file_a_frame_and_an_array(kind: str, 
     found = [client.predict(path) for client in ways]
     for one in found[1:]:
         assert torch.equal(getattr(one, "probs", one.aleatoric), getattr(found[0], "probs", found[0].aleatoric))
-    prepared = run.data.preparation
+    prepared = run.data.preprocessor
     assert prepared is not None
     table = read_table(path)
     same = run.adapt(prepared.inputs(table), prepared.targets(table), steps=20, prepared=True).predict(frame)

@@ -35,7 +35,7 @@ def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
     assert len(found) == 7
     assert {row["unusual"] for row in found} == {""}
     run = library.Run.load(ward / "run")
-    x = run.data.preparation.inputs(library.data.read_table("new.csv"))
+    x = run.data.preprocessor.inputs(library.data.read_table("new.csv"))
     said = run.client("genf").predict(x, prepared=True)
     for row, probs, entropy in zip(found, said.probs.tolist(), said.entropy.tolist(), strict=True):
         assert [float(row["p(ill)"]), float(row["p(well)"])] == pytest.approx(probs, rel=1e-4)
@@ -49,7 +49,9 @@ def test_each_row_has_a_line_in_its_order(command: Command, ward: Path) -> None:
 
 
 def test_a_prediction_needs_no_compiler_and_none_of_what_only_training_needs(ward: Path) -> None:
-    slow = {"torch._dynamo", "sympy", "sklearn", "scipy", "matplotlib", "pandas", "jinja2", "bpfed.methods.linear"}
+    slow = {"torch._dynamo", "sympy", "sklearn", "scipy", "matplotlib", "pandas", "jinja2"}
+    slow |= {"bpfed.data.datasets", "bpfed.data.tabular.frames", "bpfed.engine.simulator", "bpfed.methods.linear"}
+    slow |= {"bpfed.runs.baselines", "bpfed.runs.diagnostics"}
     words = ["predict", "run", "--client", "genf", "--input", "new.csv"]
     code = f"import sys, bpfed.cli\ntry: bpfed.cli.main({words})\nfinally: print('imported:', *{slow} & {{*sys.modules}}, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
@@ -94,7 +96,7 @@ def test_codes_that_read_as_numbers_are_still_words(command: Command, tmp_path: 
     data = load(f"folder:{tmp_path}")
     Path("new.csv").write_text(f"dose,code\n{rows}\n")
     found = read_rows(data, Path("new.csv"), "a", print).x
-    at = {name.removeprefix("code = "): i for i, name in enumerate(data.preparation.input_names)}  # type: ignore[union-attr]
+    at = {name.removeprefix("code = "): i for i, name in enumerate(data.preprocessor.input_names)}  # type: ignore[union-attr]
     for x, row in zip(found, rows.splitlines(), strict=True):
         assert [word for word, i in at.items() if word in codes and x[i] == 1.0] == [row.partition(",")[2]]
 
@@ -249,7 +251,7 @@ def test_an_empty_set_does_not_look_like_a_missing_value() -> None:
 def test_numbers_far_from_0_are_written_as_finely_as_they_differ() -> None:
     made = Preprocessor("t", "regression", (), target_mean=1234567.0, target_scale=2.0)
     none = Examples(torch.zeros(0, 1), torch.zeros(0), torch.zeros(2, dtype=torch.int64))
-    data = FederatedData("far", ("a",), none, none, "regression", preparation=made)
+    data = FederatedData("far", ("a",), none, none, "regression", preprocessor=made)
     found = Regressed(
         torch.tensor([0.1, -0.75]), torch.full((2,), 0.05), torch.full((2,), 0.2), scores=Conformal(torch.ones(20))
     )

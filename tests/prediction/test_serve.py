@@ -124,6 +124,14 @@ def test_a_body_that_is_no_request_gets_one_sentence(client: TestClient, body: b
     assert answer.json()["error"].endswith(".")
 
 
+@pytest.mark.parametrize("row", [rb'{"ward": "\ud800"}', rb'{"\uDFFF": 1}'])
+def test_half_of_a_character_is_no_json(client: TestClient, row: bytes) -> None:
+    """It would end in a traceback with the row's values where a date is read or a file is written."""
+    answer = client.post("/predict", content=b'{"rows": [' + row + b"]}", headers={"Content-Type": "application/json"})
+    assert answer.status_code == 422
+    assert answer.json()["error"].startswith("The body is not JSON")
+
+
 def test_a_body_that_is_too_large_is_refused_before_it_is_read_whole(client: TestClient) -> None:
     kind = {"Content-Type": "application/json"}
     assert client.post("/predict", content=b" " * (MOST_BYTES + 1), headers=kind).status_code == 413

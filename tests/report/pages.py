@@ -33,8 +33,8 @@ def record(n: int = 8, rounds: int = 5, task: str = "classification", names: lis
         entry = {"round": t} | evaluation.record()
         history.append(entry | {"train_nll": 1 / t, "train_kl": 0.1 / t, "participants": n, "seconds": 1.2})
     detail = evaluation.detail(rounds, names or [f"site-{i}" for i in range(n)], train.tolist())
-    facts = {"method": "BPFed", "data": "digits", "partition": "groups", "protocol": "paper", "device": "cpu"}
-    summary = facts | {"seed": 0, "rounds": rounds, "clients": n, "seconds": 83.2}
+    described = {"method": "BPFed", "data": "digits", "partition": "groups", "protocol": "paper", "device": "cpu"}
+    summary = described | {"seed": 0, "rounds": rounds, "clients": n, "seconds": 83.2}
     return RunRecord({"rounds": rounds, "method": {"lr": 1e-3}}, history, detail, summary)
 
 

@@ -118,6 +118,34 @@ def test_calibration_of_clients_with_few_test_examples_is_not_judged(capsys: pyt
     assert ece.split()[-2:] == ["–", "–"]
 
 
+@pytest.mark.parametrize(("examples", "advised"), [(117, False), (1170, True)])
+def test_calibration_is_advised_only_where_the_difference_is_beyond_chance(examples: int, advised: bool) -> None:
+    shares = (
+        (0.23, 0.556, 0.556),
+        (0.27, 0.645, 0.594),
+        (0.18, 0.761, 0.857),
+        (0.23, 0.851, 0.926),
+        (0.09, 0.934, 1.0),
+    )
+    counts, confidence, accuracy = zip(*((round(n * examples), c, a) for n, c, a in shares), strict=True)
+    run = record(2)
+    bins = {"count": counts, "confidence": confidence, "accuracy": accuracy}
+    found = {"fitted_temperature": 0.76, "reliability": bins, "classes": [{}, {}]}
+    advice = replace(run, evaluation=run.evaluation | found).calibration_advice
+    assert ("under-confident" in advice) is advised
+    more = replace(run, evaluation=run.evaluation | found | {"fitted_temperature": 1.02})
+    assert not more.calibration_advice
+
+
+@pytest.mark.parametrize(("test", "advised"), [(30, False), (3000, True)])
+def test_calibration_of_numbers_is_advised_beyond_chance(test: int, advised: bool) -> None:
+    run = record(2, task="regression")
+    rows = [row | {"test": test} for row in run.rows]
+    found = {"fitted_temperature": 1.15, "clients": rows}
+    advice = replace(run, config={"run": {}, "data": {}}, evaluation=run.evaluation | found).calibration_advice
+    assert ("over-confident" in advice) is advised
+
+
 def test_the_examples_behind_the_accuracy_if_sure_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     run = record()
     sure = sum(round(row["test"] * (1 - row["abstained"])) for row in run.rows if row["test"])

@@ -85,10 +85,6 @@ def test_a_line_is_interrupted_by_what_is_missing() -> None:
     assert 'd="M0 0L1 1M3 3L4 4"' in drawn
 
 
-def test_dots_on_one_pixel_are_one() -> None:
-    assert svg.cloud([(1.1, 2), (0.9, 2.2), (5, 5)], "x").count("M") == 2
-
-
 def test_a_wild_start_does_not_hide_the_rest() -> None:
     scale, cut = settled([[9.0, 3.0] + [0.10, 0.12] * 10], per_cent=False, bottom=200)
     assert cut
@@ -112,6 +108,8 @@ def test_wilson_agrees_with_scipy(hits: int, n: int) -> None:
         (text.decimal(0.12345), "0.123"),
         (text.decimal(-1234.5), "−1234"),
         (text.decimal(12345.6), "12 346"),
+        (text.decimal(-0.0004), "0.000"),
+        (text.percent(-0.0004), "0.0 %"),
         (text.decimal(math.nan), "–"),
         (text.decimal(3.2e9), "3.20e+09"),
         (text.count(65328), "65 328"),

@@ -80,3 +80,10 @@ def test_few_test_examples_are_not_judged_and_the_worst_is_first() -> None:
     )
     assert why(found) == "Why care is needed: it is no better than a guess (at 1)."
     assert "Standard errors are not known here" in Page(render(several)).text
+
+
+def test_among_clients_of_the_same_verdict_the_worst_score_is_first() -> None:
+    run = judged(0.3, 0.05)
+    rows = [run.rows[0] | {"name": name, "nll": nll} for name, nll in (("mild", 0.4), ("worst", 0.7), ("bad", 0.6))]
+    several = {key: value for key, value in run.evaluation.items() if key != "diagnostics"} | {"clients": rows}
+    assert [one.name for one in verdicts(replace(run, evaluation=several))] == ["worst", "bad", "mild"]

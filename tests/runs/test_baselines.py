@@ -283,7 +283,7 @@ def test_a_report_is_made_again_without_fitting(
     def refuse(*_: Any) -> None:
         raise AssertionError("fitted again")
 
-    monkeypatch.setattr("bpfed.runs.run.baselines", refuse)
+    monkeypatch.setattr("bpfed.runs.baselines.baselines", refuse)
     page = (tmp_path / "a/report.html").read_text()
     assert '<th scope="row">Pooled gradient boosting</th>' in page
     monkeypatch.setenv("COLUMNS", "80")
@@ -340,7 +340,7 @@ def test_a_comparison_has_rows_for_baselines(tmp_path: Path, monkeypatch: pytest
         fitted.append(1)
         return real(*args, **more)
 
-    monkeypatch.setattr("bpfed.runs.run.baselines", counted)
+    monkeypatch.setattr("bpfed.runs.baselines.baselines", counted)
 
     def deal(seed: int) -> FederatedData:
         return classification(seed=seed)

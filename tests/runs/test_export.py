@@ -116,7 +116,7 @@ def test_an_ensemble_of_numbers_is_exported_in_the_unit_of_the_target(tmp_path: 
     pytest.importorskip("onnx", reason="ONNX is the extra 'export'")
     run = trained(tmp_path, "cost", members=2, calibration=0.3)
     found, _ = by_onnx(run.export("bern", "onnx", tmp_path / "model.onnx"), ROWS)
-    right, made = run.client("bern").predict(ROWS), run.data.preparation
+    right, made = run.client("bern").predict(ROWS), run.data.preprocessor
     assert made is not None
     np.testing.assert_allclose(found["mean"], made.in_units(right.mean), rtol=1e-7)
     np.testing.assert_allclose(found["sd"], right.scale * made.target_scale, rtol=1e-5)
@@ -244,7 +244,7 @@ def test_cholesky_column_by_column_is_that_of_torch() -> None:
 
 
 @pytest.mark.parametrize("standardise", ["federated", "local", "none"])
-def test_preparation_inside_a_graph_is_that_of_tables(standardise: str, tmp_path: Path) -> None:
+def test_preprocessing_inside_a_graph_is_that_of_tables(standardise: str, tmp_path: Path) -> None:
     """Other names, other units of one client, values that stand for none, codes, gaps and unseen words."""
     for i, name in enumerate(("bern", "genf")):
         write_table(tmp_path / f"{name}.csv", i, "outcome")
@@ -256,7 +256,7 @@ def test_preparation_inside_a_graph_is_that_of_tables(standardise: str, tmp_path
         rename="grade=class",
         convert="age@bern:-32/1.8,total:*2",
     )
-    made = data.preparation
+    made = data.preprocessor
     assert made is not None
     rows = {
         **ROWS,
@@ -268,7 +268,7 @@ def test_preparation_inside_a_graph_is_that_of_tables(standardise: str, tmp_path
         assert [c.name for c in prepare.numbers] == ["age", "grade", "total"]
         numbers = torch.from_numpy(np.stack([rows[c.name] for c in prepare.numbers], 1))
         (ward,) = prepare.words
-        spelt = [ward.codes.get(word, len(ward.feature.levels)) for word in rows["ward"]]
+        spelt = [ward.codes.get(word, len(ward.feature.categories)) for word in rows["ward"]]
         found = prepare(numbers, torch.tensor(spelt)[:, None])
         torch.testing.assert_close(found, read_rows(data, rows, client, lambda sentence: None).x, atol=1e-6, rtol=1e-6)
 
@@ -277,6 +277,16 @@ def test_recoding_that_works_on_text_is_refused(tmp_path: Path) -> None:
     for i, name in enumerate(("bern", "genf")):
         write_table(tmp_path / f"{name}.csv", i, "outcome")
     data = load(f"folder:{tmp_path}", target="outcome", map="ward:east=north")
-    assert data.preparation is not None
+    assert data.preprocessor is not None
     with pytest.raises(UserError, match="recodes columns by --map"):
-        TableInputs(data.preparation, "bern")
+        TableInputs(data.preprocessor, "bern")
+
+
+def test_recoding_is_refused_before_a_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, name in enumerate(("bern", "genf")):
+        write_table(tmp_path / f"{name}.csv", i, "outcome")
+    data = load(f"folder:{tmp_path}", target="outcome", map="ward:east=north")
+    run = bpfed.fit("fedavg", data, rounds=1, progress=False)
+    monkeypatch.setattr("bpfed.runs.export.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="recodes columns by --map"):
+        run.export("bern", "onnx", tmp_path / "bern.onnx")

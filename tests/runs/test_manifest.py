@@ -72,12 +72,12 @@ def test_a_run_without_a_manifest_loads_as_before_but_not_with_such_a_calibratio
 @pytest.mark.parametrize(
     ("file", "pattern", "value", "said"),
     [
-        ("data.json", r'"scale": [0-9.]+', '"scale": -1.0', "data.json' is damaged|preparation's record is damaged"),
+        ("data.json", r'"scale": [0-9.]+', '"scale": -1.0', "data.json' is damaged|preprocessing's record is damaged"),
         ("data.json", r'"mean": [0-9.-]+', '"mean": NaN', "data.json' is damaged .NaN is not a number"),
         ("data.json", r'"input_shape": \[\s*\d+', '"input_shape": [99999999999999', "'input_shape' is no shape"),
         ("data.json", r'"classes": \d+', '"classes": 3', "'classes' is not the number of labels"),
         ("data.json", r'"task": "\w+"', '"task": "juggling"', "there is no such task"),
-        ("data.json", r'"labels": \[\s*"ill"', '"labels": ["healthy"', "its preparation is of other data"),
+        ("data.json", r'"labels": \[\s*"ill"', '"labels": ["healthy"', "its preprocessing is of other data"),
         ("calibration.json", r'"temperatures": \[[0-9.]+', '"temperatures": [0.0', "not a number above 0"),
         ("calibration.json", r'"offsets": \[0', '"offsets": [1', "its offsets do not fit its scores"),
         ("calibration.json", r'"scores": \[[0-9.e-]+', '"scores": [7.5', "not numbers in rising order"),
@@ -292,3 +292,18 @@ def test_text_nested_too_deeply_is_no_traceback(command: Command) -> None:
     for wrong in ("NaN", "[1e999]", "-Infinity"):
         with pytest.raises(ValueError, match="is not a number"):
             from_json(wrong)
+
+
+def test_half_of_a_character_is_no_text() -> None:
+    """JSON can hold it, and no file in UTF-8 can."""
+    assert from_json(r'["\ud83d\ude00", "\u00e9", "\\ud800"]') == ["\U0001f600", "é", "\\ud800"]
+    for wrong in (r'{"\ud800": 1}', r'["\uDC00\uD800"]', '["\ud800"]'):
+        with pytest.raises(ValueError, match="half of a character"):
+            from_json(wrong)
+
+
+@pytest.mark.parametrize("record", ["[]", '"x"', "3", "null", "{}", '{"calibration_temperature": []}'])
+def test_a_forged_calibration_temperature_is_damaged(record: str) -> None:
+    Path("learnt.json").write_text(record)
+    with pytest.raises(UserError, match="is damaged"):
+        folder_module.learnt(Path())

@@ -36,6 +36,19 @@ def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o644
 
 
+def test_a_way_up_through_a_folder_that_is_missing_leads_nowhere(tmp_path: Path) -> None:
+    """Whoever asked whether there is a file was told no, and would replace it."""
+    (tmp_path / "kept.txt").write_text("old")
+    path = tmp_path / "missing" / ".." / "kept.txt"
+    assert not path.exists()
+    with pytest.raises(UserError, match=r"cannot be written \(its folder does not exist\); choose another location"):
+        write_whole(path, "new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("kept.txt", "old")]
+    (tmp_path / "missing").mkdir()
+    write_whole(path, "new")
+    assert (tmp_path / "kept.txt").read_text() == "new"
+
+
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_what_cannot_be_written_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     path = tmp_path / "a.txt"

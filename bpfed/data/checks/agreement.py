@@ -29,10 +29,10 @@ POSITIVE = 0.9
 KNOWN_APART, ANY_APART, LEAST_FACTOR = 1.2, 2.0, 4.0
 #: How far spreads may differ between clients that have the same unit, as a ratio.
 SAME_SPREAD = 2.0
-#: Levels up to which a column is taken for codes.
-MOST_LEVELS = 20
+#: Categories up to which a column is taken for codes.
+MOST_CATEGORIES = 20
 #: Words up to which a column's spellings are compared.
-MANY_LEVELS = 200
+MANY_CATEGORIES = 200
 
 
 class Unit(NamedTuple):
@@ -206,12 +206,12 @@ def _steps(unit: Unit, upwards: bool) -> _Conversion:
     return _Conversion((unit.high, unit.low), offset + times, unit.factor)
 
 
-def disagreements(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def disagreements(tables: Mapping[str, Table], preprocessor: Preprocessor) -> tuple[str, ...]:
     """What to say of columns whose units or codes differ between clients, in sentences."""
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         return ()
-    numbers = [f.name for f in preparation.features if f.kind == "number" and preparation.standardise != "local"]
-    words = [f.name for f in preparation.features if f.kind == "words"]
+    numbers = [f.name for f in preprocessor.features if f.kind == "number" and preprocessor.standardise != "local"]
+    words = [f.name for f in preprocessor.features if f.kind == "words"]
     return tuple(str(found) for found in (*unit_findings(tables, numbers, {}), *code_findings(tables, words)))
 
 
@@ -223,25 +223,25 @@ def code_findings(tables: Mapping[str, Table], columns: Iterable[str]) -> list[F
     found = []
     for name in columns:
         held = {client: table.columns[name] for client, table in tables.items() if name in table.columns}
-        levels = {client: levels for client, column in held.items() if (levels := _levels(column))}
-        words = {client for client in levels if isinstance(held[client], Categorical)}
-        if not words or max(map(len, levels.values())) > MOST_LEVELS:
+        categories = {client: categories for client, column in held.items() if (categories := _categories(column))}
+        words = {client for client in categories if isinstance(held[client], Categorical)}
+        if not words or max(map(len, categories.values())) > MOST_CATEGORIES:
             continue
-        groups = _groups(levels)
+        groups = _groups(categories)
         rank = {
             k: (len(group), len(words & set(group)), sum(tables[c].rows for c in group))
             for k, group in enumerate(groups)
         }
         usual = groups[max(rank, key=rank.__getitem__)]
-        theirs = sorted({level for client in usual for level in levels[client]})
+        theirs = sorted({category for client in usual for category in categories[client]})
         for group in (group for group in groups if group is not usual):
-            mine = sorted({level for client in group for level in levels[client]})
+            mine = sorted({category for client in group for category in categories[client]})
             mapping = matched(mine, theirs)
             both = bool(words & set(group)) and bool(words & set(usual)) and min(len(mine), len(theirs)) > 1
             if mapping is None and not both:
                 continue  # a category of its own, or numbers beside words, of which no map is known
             for client in group:
-                found.append(_code_finding(tables[client], client, name, levels[client], theirs, mapping))
+                found.append(_code_finding(tables[client], client, name, categories[client], theirs, mapping))
     return found
 
 
@@ -252,9 +252,9 @@ def spelling_findings(tables: Mapping[str, Table], columns: Iterable[str]) -> li
         counts: Counter[str] = Counter()
         for table in tables.values():
             if isinstance(column := table.columns.get(name), Categorical):
-                own = np.bincount(column.codes[column.codes != UNKNOWN], minlength=len(column.levels)).tolist()
-                counts.update(dict(zip(column.levels, own, strict=True)))
-        for same in alike_words(sorted(counts)) if len(counts) <= MANY_LEVELS else ():
+                own = np.bincount(column.codes[column.codes != UNKNOWN], minlength=len(column.categories)).tolist()
+                counts.update(dict(zip(column.categories, own, strict=True)))
+        for same in alike_words(sorted(counts)) if len(counts) <= MANY_CATEGORIES else ():
             kept = max(same, key=counts.__getitem__)
             for word in (word for word in same if word != kept):
                 client = next(c for c, t in tables.items() if name in t.columns and word in t.words(name))
@@ -276,17 +276,17 @@ def _code_finding(
     return Finding(file_of(table, client), name, None, what, f"use --map '{entry}'", "map", entry)
 
 
-def _levels(column: Column) -> tuple[str, ...]:
+def _categories(column: Column) -> tuple[str, ...]:
     """The words of a column that occur, or its numbers where they are whole and few."""
     if isinstance(column, Categorical):
-        return tuple(column.levels[k] for k in np.unique(column.codes[column.codes != UNKNOWN]).tolist())
+        return tuple(column.categories[k] for k in np.unique(column.codes[column.codes != UNKNOWN]).tolist())
     return whole_numbers(column[~np.isnan(column)], MOST_CODES) or ()
 
 
-def _groups(levels: Mapping[str, Sequence[str]]) -> list[list[str]]:
+def _groups(categories: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """Clients that are linked by words that they have in common."""
     groups: list[tuple[set[str], list[str]]] = []
-    for client, words in levels.items():
+    for client, words in categories.items():
         linked = [group for group in groups if group[0] & set(words)]
         joined = (set(words).union(*(g[0] for g in linked)), [client, *(c for g in linked for c in g[1])])
         groups = [group for group in groups if group not in linked] + [joined]

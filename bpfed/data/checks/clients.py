@@ -151,7 +151,7 @@ def check_clients(data: FederatedData, summaries: Sequence[ColumnStatistics], gu
         found.append(sentence)
     if sentence := unshared_labels(summaries):
         found.append(sentence)
-    made = data.preparation
+    made = data.preprocessor
     if data.task_type.standardised and made is not None and (sentence := uneven_targets(summaries, made.target)):
         found.append(sentence)
     return tuple(found)
@@ -159,7 +159,7 @@ def check_clients(data: FederatedData, summaries: Sequence[ColumnStatistics], gu
 
 def _counts(data: FederatedData) -> str:
     """What to say of classes that are small whole numbers, ever rarer after the most frequent one; else nothing."""
-    made = data.preparation
+    made = data.preprocessor
     if made is None or made.shape is not None or not data.task_type.has_classes or data.classes < COUNTED:
         return ""
     if not all(label.isdecimal() for label in data.labels) or int(data.labels[0]) > 1:
@@ -178,7 +178,7 @@ def _counts(data: FederatedData) -> str:
 
 def unshared_labels(summaries: Sequence[ColumnStatistics]) -> str:
     """What to say of clients with two or more labels none of which any other client has; empty where there are none."""
-    own = {s.client: set(s.target.levels or ()) for s in summaries}
+    own = {s.client: set(s.target.categories or ()) for s in summaries}
     owners: dict[str, int] = {}
     for labels in own.values():
         for label in labels:

@@ -30,14 +30,14 @@ DATE = re.compile(r"(\d{4}([-/.])\d{1,2}\2\d{1,2}|\d{1,2}([-/.])\d{1,2}\3(\d{4}|
 _NUMERIC = re.compile(r"[-+−'~$€£¥]*\s*\d[\d.,'’_\s]*([^\W\d]{1,5}(/[^\W\d]{1,5})?|[%‰°$€£¥]\w?)?")
 
 
-def check_column_types(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def check_column_types(tables: Mapping[str, Table], preprocessor: Preprocessor) -> tuple[str, ...]:
     """What to say of columns that are probably used as what they are not; a sentence for each kind that there is."""
-    features = [f for f in preparation.features if f.scale]
-    texts = {f.name: such for f in features if f.kind == "words" and (such := as_text(f.levels))}
-    if such := as_text(preparation.labels, plain=False):
-        texts[preparation.target] = such
+    features = [f for f in preprocessor.features if f.scale]
+    texts = {f.name: such for f in features if f.kind == "words" and (such := as_text(f.categories))}
+    if such := as_text(preprocessor.labels, plain=False):
+        texts[preprocessor.target] = such
     gaps = {f.name: value for f in features if f.kind == "number" and (value := _gap(f.name, tables)) is not None}
-    splits = [f.name for f in features if marks_split(f.levels)]
+    splits = [f.name for f in features if marks_split(f.categories)]
     found = []
     if texts:
         found.append(
@@ -124,21 +124,21 @@ class ColumnRow(NamedTuple):
     inputs: int
 
 
-def columns(tables: Mapping[str, Table], preparation: Preprocessor) -> list[ColumnRow]:
+def columns(tables: Mapping[str, Table], preprocessor: Preprocessor) -> list[ColumnRow]:
     """What becomes of each column of the clients' tables, in the tables' order; nothing for images."""
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         return []
-    features = {f.name: f for f in preparation.features}
+    features = {f.name: f for f in preprocessor.features}
     rows = []
     for name in dict.fromkeys(name for table in tables.values() for name in table.columns):
         feature = features.get(name)
-        if name == preparation.target:
+        if name == preprocessor.target:
             what = "target"
         elif name == SPLIT:
             what = "marks the test rows"
-        elif name in preparation.ignore:
+        elif name in preprocessor.ignore:
             what = "ignored (--ignore)"
-        elif name in preparation.left_out:
+        elif name in preprocessor.left_out:
             what = "says what is held out (--holdout)"
         elif feature is None:
             empty = all(table.missing(name).all() for table in tables.values())
@@ -146,17 +146,17 @@ def columns(tables: Mapping[str, Table], preparation: Preprocessor) -> list[Colu
         elif not feature.scale:
             what = "constant, some missing"
         else:
-            what = f"{len(feature.levels)} categories" if feature.kind == "words" else "numbers"
-            what += f", and {len(feature.levels)} categories" if feature.coded else ""
+            what = f"{len(feature.categories)} categories" if feature.kind == "words" else "numbers"
+            what += f", and {len(feature.categories)} categories" if feature.coded else ""
             what += ", some missing" if feature.indicator else ""
         rows.append(ColumnRow(name, what, len(feature.inputs) if feature else 0))
     return rows
 
 
-def coded(preparation: Preprocessor) -> tuple[str, ...]:
+def coded(preprocessor: Preprocessor) -> tuple[str, ...]:
     """Which columns are used both as numbers and as categories, in a sentence; none where none is."""
-    made = {column for name in preparation.recoding.dates for column in date_columns(name)}
-    names = [f.name for f in preparation.features if f.coded and f.name not in made]
+    made = {column for name in preprocessor.recoding.dates for column in date_columns(name)}
+    names = [f.name for f in preprocessor.features if f.coded and f.name not in made]
     if not names:
         return ()
     return (
@@ -165,14 +165,14 @@ def coded(preparation: Preprocessor) -> tuple[str, ...]:
     )
 
 
-def doubts(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def doubts(tables: Mapping[str, Table], preprocessor: Preprocessor) -> tuple[str, ...]:
     """Which inputs look like dates, identities, names of clients or text, in a sentence; none where none does."""
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         return ()
     dates, identities, owners, wordy = [], [], [], []
-    for feature in (f for f in preparation.features if f.scale):
+    for feature in (f for f in preprocessor.features if f.scale):
         held = [table.columns[feature.name] for table in tables.values() if feature.name in table.columns]
-        if feature.kind == "words" and (as_text(feature.levels) or marks_split(feature.levels)):
+        if feature.kind == "words" and (as_text(feature.categories) or marks_split(feature.categories)):
             continue  # of which `check_column_types` speaks
         dated, identity = (
             _of_words(held) if feature.kind == "words" else _of_numbers(held, named_identity(feature.name))
@@ -183,7 +183,7 @@ def doubts(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str,
             identities.append(feature.name)
         elif names_client(held):
             owners.append(feature.name)
-        elif len(feature.levels) > MANY:
+        elif len(feature.categories) > MANY:
             wordy.append(feature.name)
     found = [*dates, *identities, *owners, *wordy]
     if not found:
@@ -195,7 +195,7 @@ def doubts(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str,
         (f"more than {MANY} categories", wordy),
     )
     told = ", ".join(f"{what} in {quoted(names)}" for what, names in parts if names)
-    left = ",".join((*preparation.ignore, *(name for name in found if "," not in name)))
+    left = ",".join((*preprocessor.ignore, *(name for name in found if "," not in name)))
     how = f"leave them out with --ignore '{left}'" if left else "remove them from the files"
     rename = " (rename any with a comma in its name first)" if left and any("," in n for n in found) else ""
     return (f"There seem to be {told}; if these should not be inputs, {how}{rename}.",)
@@ -207,7 +207,7 @@ def telling(table: Table) -> dict[str, list[str]]:
     seen = {name: _of_words([column], TOLD) for name, column in words.items()}
     dates = [name for name, (dated, _) in seen.items() if dated]
     identities = [name for name, (dated, identity) in seen.items() if identity and not dated]
-    numbers = [name for name in identities if as_text(words[name].levels)]
+    numbers = [name for name in identities if as_text(words[name].categories)]
     parts = (
         ("dates", dates),
         ("identifiers", [name for name in identities if name not in numbers]),
@@ -219,12 +219,12 @@ def telling(table: Table) -> dict[str, list[str]]:
 def _of_words(held: Sequence[Column], enough: int = ENOUGH) -> tuple[bool, bool]:
     """Whether all clients' words are dates, such as 2024-05-14 or 14.5.24 10:00, and whether they are identifiers."""
     columns = [column for column in held if isinstance(column, Categorical)]
-    all_ = set().union(*(column.levels for column in columns))
+    all_ = set().union(*(column.categories for column in columns))
     if not all_:
         return False, False  # of other clients alone
     dated = sum(bool(DATE.fullmatch(word)) for word in all_) >= NEARLY * len(all_)
     known = sum(int(np.count_nonzero(column.codes != UNKNOWN)) for column in columns)
-    return dated, _different(known, len(all_), sum(len(column.levels) for column in columns), len(held), enough)
+    return dated, _different(known, len(all_), sum(len(column.categories) for column in columns), len(held), enough)
 
 
 def _of_numbers(held: Sequence[Column], named: bool) -> tuple[bool, bool]:
@@ -252,7 +252,7 @@ def named_identity(name: str) -> bool:
 
 def is_identity(held: Sequence[Column], name: str) -> tuple[bool, bool]:
     """Whether the columns of all clients are dates, and whether they are identifiers."""
-    words = any(isinstance(column, Categorical) and column.levels for column in held)
+    words = any(isinstance(column, Categorical) and column.categories for column in held)
     return _of_words(held) if words else _of_numbers(held, named_identity(name))
 
 
@@ -263,7 +263,7 @@ def names_client(held: Sequence[Column]) -> bool:
     for column in held:
         if isinstance(column, Categorical):
             known = int(np.count_nonzero(column.codes != UNKNOWN))
-            found: set[str | float] = set(column.levels)
+            found: set[str | float] = set(column.categories)
         else:
             values = column[~np.isnan(column)]
             known, found = len(values), set(values[:1].tolist())

@@ -36,7 +36,7 @@ from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.csvfile import WordsAmongNumbers, delimiter_of
 from bpfed.data.tabular.federate import alike, client_files, not_inputs, read_clients
 from bpfed.data.tabular.recode import NOTHING, Recoding
-from bpfed.data.tabular.statistics import MOST_LEVELS
+from bpfed.data.tabular.statistics import MOST_CATEGORIES
 from bpfed.data.tabular.table import (
     AS_THEY_ARE,
     SPLIT,
@@ -209,7 +209,9 @@ def _special(tables: Mapping[str, Table], name: str) -> Finding | None:
     columns = list(held.values())
     client = next(iter(held))
     file = file_of(tables[client], client) if len(held) == 1 else ""
-    words = sorted({level for column in columns if isinstance(column, Categorical) for level in column.levels})
+    words = sorted(
+        {category for column in columns if isinstance(column, Categorical) for category in column.categories}
+    )
 
     def finding(what: str, do: str, setting: str = "ignore", sure: bool = True) -> Finding:
         return Finding(file or "(all)", name, None, what, do, setting, name if setting else "", sure)
@@ -234,8 +236,8 @@ def _special(tables: Mapping[str, Table], name: str) -> Finding | None:
         what = f"looks like an identifier that several rows share ({count} different ones)"
         return finding(what, f"{leave}, or better --holdout 'group:{name}'")
     if len(words) > MANY:
-        limit = f", more than {MOST_LEVELS} are refused" if len(words) > MOST_LEVELS else ""
-        return finding(f"has {len(words)} different words{limit}", leave, sure=len(words) > MOST_LEVELS)
+        limit = f", more than {MOST_CATEGORIES} are refused" if len(words) > MOST_CATEGORIES else ""
+        return finding(f"has {len(words)} different words{limit}", leave, sure=len(words) > MOST_CATEGORIES)
     return None
 
 
@@ -261,7 +263,7 @@ def _kinds(tables: Mapping[str, Table], names: Sequence[str]) -> list[Finding]:
         for client in few:
             column = held[client]
             other = "numbers" if isinstance(column, Categorical) else "words"
-            such = f", such as '{column.levels[0][:20]}'" if isinstance(column, Categorical) else ""
+            such = f", such as '{column.categories[0][:20]}'" if isinstance(column, Categorical) else ""
             what = f"is {'words' if other == 'numbers' else 'numbers'}{such}, and elsewhere {other}"
             do = "write it the same way everywhere, or use --map"
             found.append(Finding(file_of(tables[client], client), name, None, what, do))
@@ -305,10 +307,15 @@ def _targets(tables: Mapping[str, Table], target: str, names: Sequence[str]) -> 
             what = f"is to be predicted, but {len(gone)} rows lack it"
             found.append(Finding(file, target, int(gone[0]) + 1, what, "fill it in, or remove these rows"))
     labels = {client: Categorical.of(table.words(target)) for client, table in having.items()}
-    every = {level: k for k, level in enumerate(sorted({level for words in labels.values() for level in words.levels}))}
-    if not 2 <= len(every) <= MOST_LEVELS:
+    every = {
+        category: k
+        for k, category in enumerate(sorted({category for words in labels.values() for category in words.categories}))
+    }
+    if not 2 <= len(every) <= MOST_CATEGORIES:
         return found
-    classes = [np.array([*(every[level] for level in words.levels), 0])[words.codes] for words in labels.values()]
+    classes = [
+        np.array([*(every[category] for category in words.categories), 0])[words.codes] for words in labels.values()
+    ]
     rows = sum(table.rows for table in having.values())
     for name in (n for n in names if any(isinstance(t.columns.get(n), Categorical) for t in having.values())):
         if tells(name, list(having.values()), classes, rows):

@@ -32,34 +32,34 @@ MANY = 1 << 16
 
 
 def check_leakage(
-    tables: Mapping[str, Table], training: Mapping[str, Table], preparation: Preprocessor
+    tables: Mapping[str, Table], training: Mapping[str, Table], preprocessor: Preprocessor
 ) -> tuple[str, ...]:
     """A sentence each for what there is of it.
 
     Args:
         tables: All rows of each client.
         training: Those for training.
-        preparation: What was made of these.
+        preprocessor: What was made of these.
     """
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         return ()
-    found = [_far(training, preparation), _copies(tables), _answers(training, preparation)]
+    found = [_far(training, preprocessor), _copies(tables), _answers(training, preprocessor)]
     return tuple(sentence for sentence in found if sentence)
 
 
-def _far(training: Mapping[str, Table], preparation: Preprocessor) -> str:
+def _far(training: Mapping[str, Table], preprocessor: Preprocessor) -> str:
     told = []
     # Counts of words are 0 nearly everywhere, and no typing errors.
-    hashed = preparation.recoding.hashed
+    hashed = preprocessor.recoding.hashed
     numbers = {
         f.name: (f.mean, f.scale)
-        for f in preparation.features
+        for f in preprocessor.features
         if f.kind == "number" and f.scale and f.name not in hashed
     }
-    if preparation.task_type.standardised:
-        numbers[preparation.target] = (preparation.target_mean, preparation.target_scale)
+    if preprocessor.task_type.standardised:
+        numbers[preprocessor.target] = (preprocessor.target_mean, preprocessor.target_scale)
     for client, table in training.items():
-        own = preparation.local.get(client, {})
+        own = preprocessor.local.get(client, {})
         for name, common in numbers.items():
             if name not in table.columns:
                 continue
@@ -110,21 +110,21 @@ def _words(column: Column) -> np.ndarray:
     """The value of each row in 64 bits, ``[n]``."""
     if isinstance(column, Categorical):
         # Within one process a text has one hash, and no other process sees these.
-        levels = np.array([*(hash(level) for level in column.levels), 0], dtype=np.int64)
-        return levels[column.codes].view(np.uint64)
+        categories = np.array([*(hash(category) for category in column.categories), 0], dtype=np.int64)
+        return categories[column.codes].view(np.uint64)
     return np.where(np.isnan(column), np.nan, column + 0.0).view(np.uint64)
 
 
-def _answers(training: Mapping[str, Table], preparation: Preprocessor) -> str:
+def _answers(training: Mapping[str, Table], preprocessor: Preprocessor) -> str:
     rows = sum(table.rows for table in training.values())
-    if not preparation.task_type.has_classes or rows < JUDGED:
+    if not preprocessor.task_type.has_classes or rows < JUDGED:
         return ""
-    classes = [preparation.targets(table).numpy() for table in training.values()]
-    told = [f.name for f in preparation.features if tells(f.name, list(training.values()), classes, rows // OFTEN)]
+    classes = [preprocessor.targets(table).numpy() for table in training.values()]
+    told = [f.name for f in preprocessor.features if tells(f.name, list(training.values()), classes, rows // OFTEN)]
     if not told:
         return ""
     return (
-        f"{first_of([repr(name) for name in told])} alone tells '{preparation.target}' in all {rows} training rows; if it "
+        f"{first_of([repr(name) for name in told])} alone tells '{preprocessor.target}' in all {rows} training rows; if it "
         "is known only afterwards, leave it out with --ignore."
     )
 
@@ -138,14 +138,14 @@ def tells(name: str, tables: Sequence[Table], classes: Sequence[np.ndarray], mos
     for table, own in zip(tables, classes, strict=True):
         column = table.columns.get(name)
         codes = np.zeros(table.rows, dtype=np.int64)
-        levels: tuple[str, ...] = ("",)
+        categories: tuple[str, ...] = ("",)
         if isinstance(column, Categorical):
-            codes, levels = column.codes, column.levels
-        if len(levels) > most:
+            codes, categories = column.codes, column.categories
+        if len(categories) > most:
             return False
-        codes = np.where(table.missing(name), len(levels), codes)
+        codes = np.where(table.missing(name), len(categories), codes)
         for code, class_ in zip(*divmod(np.unique(codes * MANY + own), MANY), strict=True):
-            word = None if code == len(levels) else levels[code]
+            word = None if code == len(categories) else categories[code]
             if class_of.setdefault(word, class_) != class_:
                 return False
     return len(class_of) <= most and len(set(class_of.values())) > 1
@@ -170,30 +170,30 @@ _TIME = re.compile(r"time|date|day|week|month|year|hour|minute|second|stamp|epoc
 PAIRS, OVERLAP = 50, 0.5
 
 
-def check_order(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def check_order(tables: Mapping[str, Table], preprocessor: Preprocessor) -> tuple[str, ...]:
     """A sentence each for signs that rows are ordered; none where the way they are held out takes account of it."""
     judged = {client: table for client, table in tables.items() if table.rows >= ROWS}
-    if preparation.holdout is not None or not judged:
+    if preprocessor.holdout is not None or not judged:
         return ()
     advice = (
         "rows drawn at random for the test are then nearly known from training; --holdout last holds out the last ones"
     )
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         shares = [_overlap(table.images) for table in judged.values() if table.images is not None]
         common = np.median(shares) if shares else 0.0
         if common > 0.0:
             return (f"Neighbouring windows overlap by {percent(float(common))}; {advice}.",)
     found = []
-    numbers = [f.name for f in preparation.features if f.kind == "number" and _TIME.search(f.name)]
+    numbers = [f.name for f in preprocessor.features if f.kind == "number" and _TIME.search(f.name)]
     times = [name for name in numbers if _of_most(judged, _rises(name))]
     if times:
         found.append(
             f"{first_of([repr(name) for name in times])} rises from row to row, as a time does; {advice}, or --holdout "
             f"time:{times[0]}."
         )
-    elif _of_most(judged, _persists(preparation)):
+    elif _of_most(judged, _persists(preprocessor)):
         found.append(
-            f"'{preparation.target}' is mostly the same, or nearly so, in neighbouring rows of a file; {advice}."
+            f"'{preprocessor.target}' is mostly the same, or nearly so, in neighbouring rows of a file; {advice}."
         )
     return tuple(found)
 
@@ -215,12 +215,12 @@ def _rises(name: str) -> Callable[[Table], bool]:
     return rises
 
 
-def _persists(preparation: Preprocessor) -> Callable[[Table], bool]:
+def _persists(preprocessor: Preprocessor) -> Callable[[Table], bool]:
     """Whether neighbouring rows have the same target more often than in random order, and the file is not sorted by it."""
-    classes = preparation.task_type.has_classes
+    classes = preprocessor.task_type.has_classes
 
     def persists(table: Table) -> bool:
-        y = preparation.targets(table).double().numpy()
+        y = preprocessor.targets(table).double().numpy()
         if y.ndim != 1 or not np.ptp(y):
             return False
         if classes:

@@ -54,12 +54,12 @@ class Unusual:
         return found
 
 
-def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
+def unusual(preprocessor: Preprocessor, table: Table, client: str) -> Unusual:
     """Which rows have unseen words or codes, numbers far off, or no value where training had one; see `check_new_rows`."""
     words, numbers, missing, codes, far_off = {}, {}, {}, {}, {}
-    mine = preparation.own.get(client, {})
-    hashed = preparation.recoding.hashed
-    for feature in (f for f in preparation.features if f.scale and f.name not in hashed):
+    mine = preprocessor.own.get(client, {})
+    hashed = preprocessor.recoding.hashed
+    for feature in (f for f in preprocessor.features if f.scale and f.name not in hashed):
         # Without an indicator a missing value is an average one, and nothing of the model can tell.
         if not feature.indicator and (gaps := table.missing(feature.name)).any():
             missing[feature.name] = gaps
@@ -69,7 +69,7 @@ def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
             if (new := _new_words(feature, table)).any():
                 words[feature.name] = new
         elif feature.kind == "number":
-            own = preparation.local.get(client, {})
+            own = preprocessor.local.get(client, {})
             far = far_numbers(table, feature.name, *own.get(feature.name, (feature.mean, feature.scale)))
             if far.any():
                 numbers[feature.name] = far
@@ -81,26 +81,26 @@ def unusual(preparation: Preprocessor, table: Table, client: str) -> Unusual:
     return Unusual(table.rows, words, numbers, missing, codes, far_off)
 
 
-def check_new_rows(preparation: Preprocessor, table: Table, client: str) -> list[str]:
+def check_new_rows(preprocessor: Preprocessor, table: Table, client: str) -> list[str]:
     """A sentence each for misspelt columns, unseen words and codes, numbers far off, gaps, and pixels in another unit.
 
     Args:
-        preparation: Of training.
+        preprocessor: Of training.
         table: New rows.
         client: Whose rows; where each client is standardised by itself, its own mean is meant.
     """
-    if preparation.shape is not None:
-        return _unlike(preparation, table, client)
+    if preprocessor.shape is not None:
+        return _unlike(preprocessor, table, client)
     found = []
-    known = {letters(f.name): f.name for f in preparation.features if f.name not in table.columns}
-    used = {preparation.target, *preparation.left_out, *(f.name for f in preparation.features)}
+    known = {letters(f.name): f.name for f in preprocessor.features if f.name not in table.columns}
+    used = {preprocessor.target, *preprocessor.left_out, *(f.name for f in preprocessor.features)}
     other = {name: known[letters(name)] for name in table.columns if name not in used and letters(name) in known}
     if other:
         told = first_of([f"'{name}' (training had '{was}')" for name, was in other.items()])
         found.append(
             f"'{table.name}' has {told}, which is ignored; if that is the same column, spell it as in training."
         )
-    strange = unusual(preparation, table, client)
+    strange = unusual(preprocessor, table, client)
     words = [_told(table, name, where, number=False) for name, where in strange.words.items()]
     numbers = [_told(table, name, where, number=True) for name, where in strange.numbers.items()]
     if words:
@@ -138,12 +138,12 @@ def check_new_rows(preparation: Preprocessor, table: Table, client: str) -> list
     return found
 
 
-def _unlike(preparation: Preprocessor, table: Table, client: str) -> list[str]:
+def _unlike(preprocessor: Preprocessor, table: Table, client: str) -> list[str]:
     """A sentence if the pixels of images vary far more or far less than in training: then their unit is another one."""
-    if table.images is None or preparation.standardise == "none":
+    if table.images is None or preprocessor.standardise == "none":
         return []
-    own, here = preparation.local.get(client, {}), of_channels(table.images)
-    for feature in preparation.features:
+    own, here = preprocessor.local.get(client, {}), of_channels(table.images)
+    for feature in preprocessor.features:
         _, scale = own.get(feature.name, (feature.mean, feature.scale))
         spread = here[feature.name].scale
         if not scale / UNITS_APART <= spread <= scale * UNITS_APART:
@@ -166,8 +166,8 @@ def _new_words(feature: Feature, table: Table) -> np.ndarray:
     """Which rows have a word, or a code, that training had not, ``[n]`` bool."""
     column = table.columns[feature.name]
     words = column if isinstance(column, Categorical) else Categorical.of(table.words(feature.name))
-    known = set(feature.levels)
-    return np.array([*(level not in known for level in words.levels), False])[words.codes]
+    known = set(feature.categories)
+    return np.array([*(category not in known for category in words.categories), False])[words.codes]
 
 
 def far_numbers(table: Table, name: str, mean: float, scale: float) -> np.ndarray:

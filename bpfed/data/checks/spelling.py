@@ -23,16 +23,16 @@ def letters(name: str) -> str:
     return re.sub(r"[\W_]+", "", name).casefold() or spelling(name)
 
 
-def check_spelling(preparation: Preprocessor, clients: Iterable[str] = ()) -> tuple[str, ...]:
+def check_spelling(preprocessor: Preprocessor, clients: Iterable[str] = ()) -> tuple[str, ...]:
     """What to say of clients, columns, labels, and the words of columns: a sentence for each where there are some."""
     found = []
     if alike := alike_words(clients):
         found.append(f"Clients {_listed(alike)} {DIFFER}")
-    if alike := alike_words((preparation.target, *(f.name for f in preparation.features))):
+    if alike := alike_words((preprocessor.target, *(f.name for f in preprocessor.features))):
         found.append(f"Columns {_listed(alike)} {DIFFER}")
-    if alike := alike_words(preparation.labels):
-        found.append(f"Labels {_listed(alike)} of '{preparation.target}' {DIFFER}")
-    words = {f.name: alike for f in preparation.features if (alike := alike_words(f.levels))}
+    if alike := alike_words(preprocessor.labels):
+        found.append(f"Labels {_listed(alike)} of '{preprocessor.target}' {DIFFER}")
+    words = {f.name: alike for f in preprocessor.features if (alike := alike_words(f.categories))}
     if words:
         first = next(iter(words.values()))[:1]
         found.append(f"Words of {quoted(list(words))}, such as {_listed(first)}, {DIFFER}")

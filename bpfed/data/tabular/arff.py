@@ -12,8 +12,9 @@ from bpfed.data.tabular.csvfile import CHUNK, Chunks, check_header, read_text
 from bpfed.data.tabular.table import Categorical, ReadOptions, Table, TableFormat, check_columns, column_name
 
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
-_ATTRIBUTE = re.compile(rf"@attribute\s+({_QUOTED}|[^\s'\"{{]\S*)\s+(.+)", re.IGNORECASE)
-_CELL = re.compile(rf"\s*({_QUOTED}|[^,'\"]*?)\s*(?:,|$)")
+_ATTRIBUTE = re.compile(rf"@attribute\s++({_QUOTED}|[^\s'\"{{]\S*+)\s++(.+)", re.IGNORECASE)
+#: Nothing is tried in two ways: a line of blanks and a wrong quote would take hours.
+_CELL = re.compile(rf"\s*+({_QUOTED}|[^,'\"]*+)\s*+(?:,|$)")
 _NUMERIC = ("numeric", "real", "integer")
 
 
@@ -32,7 +33,7 @@ class _Attribute(NamedTuple):
 
 
 def read_arff(path: Path, asked: ReadOptions) -> Table:
-    """Read an ARFF file: numeric columns are numbers; nominal ones, strings and dates are words, whatever they look like."""
+    """Read an ARFF file: numeric columns are numbers; nominal ones, strings and dates are words."""
     header = next(iter(_attributes_and_rows(path)))[0]
     declared = frozenset(a.name for a in header if a.kind != "numeric")
 
@@ -47,9 +48,9 @@ def read_arff(path: Path, asked: ReadOptions) -> Table:
             continue
         strange = None
         if attribute.kind == "numeric":
-            strange = next((word for word in column.levels if not _is_number(word)), None)
+            strange = next((word for word in column.categories if not _is_number(word)), None)
         elif attribute.kind == "nominal":
-            strange = next((word for word in column.levels if word not in attribute.values), None)
+            strange = next((word for word in column.categories if word not in attribute.values), None)
         if strange is not None:
             row = column.words().index(strange) + 1
             raise UserError(
@@ -144,7 +145,7 @@ def _row(line: str, number: int, path: Path) -> list[str]:
             raise UserError(
                 f"'{path}' is damaged in line {number} (a quote is not closed or not alone); fix its quotes."
             )
-        cells.append(_unquoted(found[1]))
+        cells.append(_unquoted(found[1].rstrip()))
         at = found.end()
         if at == len(line) and not found[0].endswith(","):
             return cells
@@ -158,8 +159,8 @@ def _unquoted(cell: str) -> str:
 
 def _word(cell: str) -> str:
     """A value as `Categorical` has it."""
-    levels = Categorical.of([cell]).levels
-    return levels[0] if levels else ""
+    categories = Categorical.of([cell]).categories
+    return categories[0] if categories else ""
 
 
 def _is_number(word: str) -> bool:

@@ -1,4 +1,4 @@
-"""Combine: the preparation of a federation, made from what its clients tell of their training rows."""
+"""Combine: the preprocessing of a federation, made from what its clients tell of their training rows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from bpfed._util.errors import OTHERS, UserError, first_of, unknown
 from bpfed.data.tabular.preprocessing import Codes, Feature, Preprocessor, Standardise, array_words, meant
 from bpfed.data.tabular.statistics import (
     FEWEST_CODES,
+    MOST_CATEGORIES,
     MOST_CODES,
-    MOST_LEVELS,
     MOST_WHOLE,
     UNITS_APART,
     ColumnStatistics,
@@ -40,7 +40,7 @@ def combine(
     codes: Codes = "both",
     holdout: str | None = None,
 ) -> Preprocessor:
-    """Make the preparation of a federation from what its clients tell; for the arguments see `bpfed.data.load`.
+    """Make the preprocessing of a federation from what its clients tell; for the arguments see `bpfed.data.load`.
 
     Raises:
         UserError: The clients' columns cannot be brought together, or there is nothing to learn.
@@ -53,17 +53,17 @@ def combine(
     if asked is None or not asked.has_classes:  # as classes, numbers may pass for words
         _check_alike({target: [(s.client, s.target) for s in summaries]})
     aim = reduce(ColumnSummary.__add__, (s.target for s in summaries))
-    decided = asked or inferred(aim.words or 0 < len(aim.levels or ()) <= MOST_WHOLE)
+    decided = asked or inferred(aim.words or 0 < len(aim.categories or ()) <= MOST_WHOLE)
     labels: tuple[str, ...] = ()
     if decided.has_classes:
         labels = ordered(_classes(summaries, target))
         if why := decided.label_fault(labels):
             raise UserError(f"The target '{target}' {why}")
     elif aim.words:
-        where = next(s for s in summaries if s.target.words and s.target.levels)
+        where = next(s for s in summaries if s.target.words and s.target.categories)
         raise UserError(
             f"The target '{target}' of '{where.client}' must be numeric for {decided.phrase}, but has "
-            f"'{(where.target.levels or ('',))[0]}'; correct it, or use --task classification."
+            f"'{(where.target.categories or ('',))[0]}'; correct it, or use --task classification."
         )
     elif not aim.scale:
         raise UserError(
@@ -88,8 +88,8 @@ def combine(
         _check_units(told)
     features = [_feature(name, [column for _, column in told[name]], shape is not None) for name in names]
     if codes == "number" or sum(f.coded for f in features) > CODED:
-        features = [replace(f, levels=()) if f.coded else f for f in features]
-    crowded = {f.name: len(f.levels) for f in features if len(f.levels) > MOST_LEVELS}
+        features = [replace(f, categories=()) if f.coded else f for f in features]
+    crowded = {f.name: len(f.categories) for f in features if len(f.categories) > MOST_CATEGORIES}
     if crowded:
         raise too_many(crowded, "all clients together", ignore)
     made = Preprocessor(
@@ -133,9 +133,9 @@ def _feature(name: str, told: Sequence[ColumnSummary], image: bool) -> Feature:
     # Where nothing is known, or nothing is missing, an indicator would be the same everywhere.
     indicator = bool(total.missing and total.count)
     if total.words:
-        levels = total.levels or ()
-        return Feature(name, "words", 0.0, float(len(levels) > 1), levels, indicator)
-    codes = ordered(total.levels or ())
+        categories = total.categories or ()
+        return Feature(name, "words", 0.0, float(len(categories) > 1), categories, indicator)
+    codes = ordered(total.categories or ())
     enough = FEWEST_CODES <= len(codes) <= MOST_CODES and total.count >= PER_CODE * len(codes)
     return Feature(name, "number", total.mean, total.scale, codes if enough else (), indicator)
 
@@ -147,7 +147,7 @@ def _check_alike(told: Mapping[str, Iterable[tuple[str, ColumnSummary]]]) -> Non
         numbers = words = None
         for client, column in clients:
             if column.count and column.words:
-                words = words or (client, (column.levels or ("",))[0])
+                words = words or (client, (column.categories or ("",))[0])
             elif column.count:
                 numbers = numbers or client
         if numbers is not None and words is not None:
@@ -158,13 +158,13 @@ def _check_alike(told: Mapping[str, Iterable[tuple[str, ColumnSummary]]]) -> Non
 
 def _classes(summaries: Sequence[ColumnStatistics], target: str) -> tuple[str, ...]:
     for s in summaries:
-        if s.target.count and s.target.levels is None:
+        if s.target.count and s.target.categories is None:
             raise UserError(
-                f"The target '{target}' of '{s.client}' is neither text nor at most {MOST_LEVELS} whole numbers, so it "
+                f"The target '{target}' of '{s.client}' is neither text nor at most {MOST_CATEGORIES} whole numbers, so it "
                 "cannot be classes; use --task regression."
             )
-    words = {level for s in summaries if s.target.words for level in s.target.levels or ()}
-    numbers = {level for s in summaries if not s.target.words for level in s.target.levels or ()} - words
+    words = {category for s in summaries if s.target.words for category in s.target.categories or ()}
+    numbers = {category for s in summaries if not s.target.words for category in s.target.categories or ()} - words
     labels = tuple(sorted(words | (numbers - meant(numbers, words).keys())))
     if len(labels) < 2:
         held = f" '{labels[0]}'" if labels else ""
@@ -172,7 +172,7 @@ def _classes(summaries: Sequence[ColumnStatistics], target: str) -> tuple[str, .
             f"The target '{target}' has only one class{held} in all training rows, so there is nothing to learn; "
             "predict another column."
         )
-    if len(labels) > MOST_LEVELS:
+    if len(labels) > MOST_CATEGORIES:
         raise too_many_classes(target, "all clients together", labels)
     return labels
 

@@ -42,8 +42,8 @@ from bpfed.data.tabular.table import (
 #: A number whose points can only set off thousands: there is a decimal comma too, or there are two of them.
 GROUPED = re.compile(r"[+-]?\d{1,3}((\.\d{3})+,\d+|(\.\d{3}){2,})")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
-_SHORT = re.compile(r"^\s*[+-]?\d{1,3}\s*$", re.MULTILINE)
-_LONG = re.compile(r"^\s*[+-]?\d{4,}\s*$", re.MULTILINE)
+_SHORT = re.compile(r"^[^\S\n]*+[+-]?\d{1,3}[^\S\n]*+$", re.MULTILINE)
+_LONG = re.compile(r"^[^\S\n]*+[+-]?\d{4,}+[^\S\n]*+$", re.MULTILINE)
 
 
 @dataclass
@@ -120,7 +120,7 @@ DELIMITERS = ",;\t|"
 CHUNK = 2_000
 #: Numbers and words in one column are categories if there are at most so many different ones, and each word is in so
 #: many rows and in such a share of them.
-FEW_LEVELS, OFTEN, OFTEN_SHARE = 12, 20, 0.05
+FEW_CATEGORIES, OFTEN, OFTEN_SHARE = 12, 20, 0.05
 #: Longest line that is looked at to tell the delimiter.
 HEADER = 1 << 20
 _DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
@@ -412,7 +412,7 @@ def _number(text: str) -> bool:
 
 
 def _some(column: Column) -> bool:
-    return bool(column.levels if isinstance(column, Categorical) else not np.isnan(column).all())
+    return bool(column.categories if isinstance(column, Categorical) else not np.isnan(column).all())
 
 
 def _joined(chunks: list[Column], name: str, path: Path | str, delimiter: str, known: bool) -> Column:
@@ -422,17 +422,17 @@ def _joined(chunks: list[Column], name: str, path: Path | str, delimiter: str, k
         return np.concatenate([np.zeros(0), *numbers])
     # What is numbers beside words is all missing.
     words = [c if isinstance(c, Categorical) else Categorical(np.full(len(c), UNKNOWN), ()) for c in chunks]
-    levels = sorted({level for c in words for level in c.levels})
-    place = {level: i for i, level in enumerate(levels)}
-    shift = [np.array([*(place[level] for level in c.levels), UNKNOWN])[c.codes] for c in words]
-    made = Categorical(np.concatenate(shift), tuple(levels))
-    if any(_CONTROL.search(level) for level in levels):
+    categories = sorted({category for c in words for category in c.categories})
+    place = {category: i for i, category in enumerate(categories)}
+    shift = [np.array([*(place[category] for category in c.categories), UNKNOWN])[c.codes] for c in words]
+    made = Categorical(np.concatenate(shift), tuple(categories))
+    if any(_CONTROL.search(category) for category in categories):
         raise UserError(f"Column '{name}' of '{path}' contains bytes that are not text; save it as CSV.")
     if known:
         return made
-    shares = [_percentage(level, delimiter) for level in levels]
+    shares = [_percentage(category, delimiter) for category in categories]
     percent = [share for share in shares if share is not None]
-    return np.array([*percent, np.nan])[made.codes] if levels and len(percent) == len(levels) else made
+    return np.array([*percent, np.nan])[made.codes] if categories and len(percent) == len(categories) else made
 
 
 def check_slips(columns: Mapping[str, Column], path: Path | str, delimiter: str) -> None:
@@ -440,8 +440,8 @@ def check_slips(columns: Mapping[str, Column], path: Path | str, delimiter: str)
     slips = []
     for name, column in columns.items():
         if isinstance(column, Categorical):
-            percent = [_percentage(level, delimiter) is not None for level in column.levels]
-            numeric = [_number(_pointed(level, delimiter)) for level in column.levels]
+            percent = [_percentage(category, delimiter) is not None for category in column.categories]
+            numeric = [_number(_pointed(category, delimiter)) for category in column.categories]
             slips += _slip(column, numeric, name, "numeric")
             slips += _slip(column, percent, name, "percentages")
     if slips:
@@ -478,15 +478,15 @@ def _slip(column: Categorical, such: list[bool], name: str, what: str) -> list[S
         return []
     rows = np.flatnonzero(known & ~number)
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-    words = tuple(dict.fromkeys(column.levels[code] for code in column.codes[rows].tolist()))
+    words = tuple(dict.fromkeys(column.categories[code] for code in column.codes[rows].tolist()))
     return [Slip(name, words, int(rows[0]) + 1, f"{what} except for {quoted(words[:1])} in row {rows[0] + 1}{more}")]
 
 
 def _categories(column: Categorical, such: list[bool]) -> bool:
     """Whether numbers and words are all names of categories, as in 0, 1, 2, 3+: few, and no word among them is rare."""
-    counts = np.bincount(column.codes[column.codes != UNKNOWN], minlength=len(column.levels))
+    counts = np.bincount(column.codes[column.codes != UNKNOWN], minlength=len(column.categories))
     others = counts[~np.array(such)]
-    return len(column.levels) <= FEW_LEVELS and bool((others >= max(OFTEN, OFTEN_SHARE * counts.sum())).all())
+    return len(column.categories) <= FEW_CATEGORIES and bool((others >= max(OFTEN, OFTEN_SHARE * counts.sum())).all())
 
 
 def _binary(path: Path) -> UserError:
@@ -503,10 +503,12 @@ def _not_text(path: Path, error: UnicodeDecodeError) -> NoReturn:
     with _bytes(path) as file:
         start = file.read(HEADER)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise UserError(f"'{path}' is UTF-16; save it as UTF-8.") from error
+        raise UserError(f"'{path}' is UTF-16; save it as UTF-8 (in Excel: 'CSV UTF-8').") from error
     if _CONTROL.search(start.decode("latin-1")):
         raise _binary(path) from error
-    raise UserError(f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8.") from error
+    raise UserError(
+        f"'{path}' is not UTF-8 (byte {error.object[error.start]:#04x}); save it as UTF-8 (in Excel: 'CSV UTF-8')."
+    ) from error
 
 
 # --- Compressed files -------------------------------------------------------------------------------------------------
@@ -566,9 +568,9 @@ def _unpacking(packed: io.BufferedReader, kind: str, path: Path) -> Any:
 
 # --- Large plain files ------------------------------------------------------------------------------------------------
 #
-# These are read by pyarrow, where that is installed, with the same result. Whatever could be read in two ways is left to the
-# reader above: quotes, separators other than the comma, numbers among words. So is whatever is wrong, since it says what
-# and where.
+# These are read by pyarrow, where that is installed, with the same result. Whatever could be read in two ways is left
+# to the reader above: quotes, separators other than the comma, numbers among words. So is whatever is wrong, since it
+# says what and where.
 
 
 #: Bytes from which on a file is read so.
@@ -643,9 +645,9 @@ def _words(column: object) -> Categorical:
     """An array of words with their dictionary, which `Categorical.of` would have made of the same cells."""
     cells = column.dictionary.to_pylist()  # type: ignore[attr-defined]
     codes = column.indices.to_numpy().astype(np.int64)  # type: ignore[attr-defined]
-    levels = Categorical.of(cells)
-    made = np.append(levels.codes, UNKNOWN)[codes]
-    return Categorical(made, levels.levels)
+    categories = Categorical.of(cells)
+    made = np.append(categories.codes, UNKNOWN)[codes]
+    return Categorical(made, categories.categories)
 
 
 FORMAT = TableFormat(read_csv, read_cells)

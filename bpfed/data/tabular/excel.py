@@ -15,7 +15,11 @@ from bpfed.data.tabular.csvfile import Chunks, check_header, read_text
 from bpfed.data.tabular.npz import LIMIT_NAME, unpacked_limit
 from bpfed.data.tabular.table import ReadOptions, Table, TableFormat, as_text, check_columns, column_name
 
-_MERGED = re.compile(rb'<(?:\w+:)?mergeCell [^>]*ref="([A-Z]+\d+:[A-Z]+\d+)"')
+_MERGED = re.compile(rb'<(?:\w+:)?mergeCell [^<>]*ref="([A-Z]+\d+:[A-Z]+\d+)"')
+#: A cell in a column after ZZZ; the last one that Excel has is XFD.
+_FAR = re.compile(rb'<(?:\w+:)?c [^<>]*?\br="([A-Za-z]{4,}+)\d')
+#: Rows that a sheet of Excel has, and cells of one that are read, empty ones included: a small file can claim any number.
+MOST_ROWS, MOST_CELLS = 1_048_576, 100_000_000
 
 
 def read_excel(path: Path, asked: ReadOptions) -> Table:
@@ -45,7 +49,7 @@ def _sheet(path: Path) -> tuple[list[str], list[list[str]]]:
     """The names of the columns, and the text of each column's cells."""
     _check_archive(path)
     with _workbook(path, values=True) as book:
-        sheets = {sheet.title: rows for sheet in book.worksheets if (rows := _filled(sheet))}
+        sheets = {sheet.title: rows for sheet in book.worksheets if (rows := _filled(sheet, path))}
     if not sheets:
         raise UserError(f"'{path}' is empty; remove it or give it a header and rows.")
     if len(sheets) > 1:
@@ -74,11 +78,21 @@ def _sheet(path: Path) -> tuple[list[str], list[list[str]]]:
     return header, columns
 
 
-def _filled(sheet: Any) -> dict[int, tuple[Any, ...]]:
-    """The rows of a sheet that are not empty, by their numbers."""
+def _filled(sheet: Any, path: Path) -> dict[int, tuple[Any, ...]]:
+    """The rows of a sheet that are not empty, by their numbers; each with at most one of the empty cells at its end."""
     sheet.reset_dimensions()  # what some programs write there is wrong
-    rows = enumerate(sheet.iter_rows(values_only=True), 1)
-    return {number: row for number, row in rows if _width(row)}
+    found: dict[int, tuple[Any, ...]] = {}
+    cells = 0
+    for number, row in enumerate(sheet.iter_rows(values_only=True), 1):
+        cells += len(row)
+        if number > MOST_ROWS or cells > MOST_CELLS:
+            raise UserError(
+                f"The sheet '{sheet.title}' of '{path}' has more than {MOST_ROWS} rows or {MOST_CELLS} cells; delete "
+                "empty rows and columns at its end, or save it as CSV."
+            )
+        if width := _width(row):
+            found[number] = row[: width + 1]  # the empty one says that there may be a formula
+    return found
 
 
 def _width(row: Sequence[Any]) -> int:
@@ -114,7 +128,15 @@ def _check_archive(path: Path) -> None:
                     f"{LIMIT_NAME}={2 * most:g}."
                 )
             for info in infos:
-                if info.filename.startswith("xl/worksheets/") and (found := _MERGED.search(archive.read(info))):
+                if not info.filename.endswith(".xml"):  # a sheet may be anywhere
+                    continue
+                content = archive.read(info)
+                if found := _FAR.search(content):
+                    raise UserError(
+                        f"'{path}' has a cell in column {found[1].decode()[:20]}, but XFD is the last one of a sheet; save it "
+                        "again in a spreadsheet program."
+                    )
+                if found := _MERGED.search(content):
                     raise UserError(
                         f"'{path}' has merged cells, {found[1].decode()}; split them and fill in each, since only the "
                         "first has the value."
@@ -152,6 +174,7 @@ _DAMAGE = (
     zlib.error,
     SyntaxError,
     EOFError,
+    MemoryError,
     NotImplementedError,
     RuntimeError,
     ValueError,

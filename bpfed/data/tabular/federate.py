@@ -176,7 +176,7 @@ def federate(
         raise UserError(f"Client '{empty[0]}' of '{name}' has no training row; remove it or give it one.")
     check_words([train.without([target, SPLIT, *left_out]) for _, train, _ in parts], ignore)
     summaries = [client_summary(train, target, client=client, task=task, ignore=left_out) for client, train, _ in parts]
-    preparation = combine(
+    preprocessor = combine(
         summaries,
         target,
         task=task,
@@ -187,59 +187,59 @@ def federate(
         codes=codes,
         holdout=None if by is None else str(by),
     )
-    preparation = replace(preparation, recoding=recoding, resized=arrays.size is not None).judged_by(summaries)
+    preprocessor = replace(preprocessor, recoding=recoding, resized=arrays.size is not None).judged_by(summaries)
     data = FederatedData(
         name=name,
         clients=tuple(clients),
-        train=examples(preparation, [(client, train) for client, train, _ in parts], seed, by),
-        test=examples(preparation, [(client, test) for client, _, test in parts], seed),
-        task=preparation.task,
-        classes=len(preparation.labels),
-        labels=preparation.labels,
+        train=examples(preprocessor, [(client, train) for client, train, _ in parts], seed, by),
+        test=examples(preprocessor, [(client, test) for client, _, test in parts], seed),
+        task=preprocessor.task,
+        classes=len(preprocessor.labels),
+        labels=preprocessor.labels,
         test_fraction=None if marked else fraction,
         seed=seed,
-        preparation=preparation,
+        preprocessor=preprocessor,
     ).check()
     notes = (
-        *about_arrays(preparation, arrays),
-        *(() if checked else check_columns(tables, preparation)),
-        *coded(preparation),
+        *about_arrays(preprocessor, arrays),
+        *(() if checked else check_columns(tables, preprocessor)),
+        *coded(preprocessor),
         *(() if by is None else by.notes(tables)),
-        *(() if marked else check_order(tables, preparation)),
+        *(() if marked else check_order(tables, preprocessor)),
         *of_one_class(data),
         *rare_classes(data),
         *check_clients(data, summaries, guessed),
-        *(() if checked else check_leakage(tables, {client: train for client, train, _ in parts}, preparation)),
+        *(() if checked else check_leakage(tables, {client: train for client, train, _ in parts}, preprocessor)),
     )
     return replace(data, notes=notes)
 
 
-def about_arrays(preparation: Preprocessor, asked: ArrayOptions) -> tuple[str, ...]:
+def about_arrays(preprocessor: Preprocessor, asked: ArrayOptions) -> tuple[str, ...]:
     """What inputs that are no columns are taken for, in a sentence.
 
     Raises:
         UserError: The inputs are columns, of which ``asked`` says something.
     """
-    if preparation.shape is None:
+    if preprocessor.shape is None:
         if asked.kind is not None or asked.size is not None:
             flag = f"--input {asked.kind}" if asked.kind is not None else "--image-size"
             raise UserError(f"{flag} is for images and sequences, but the inputs are columns of numbers; omit it.")
         return ()
-    channels, high, wide = preparation.shape
-    if preparation.array_kind == "sequence":
+    channels, high, wide = preprocessor.shape
+    if preprocessor.array_kind == "sequence":
         other = "" if asked.kind is not None else "; if they are images, use --input image"
         return (f"The inputs are sequences of {wide} steps with {many(channels, 'channel')}{other}.",)
     what = {1: "greyscale images", 3: "colour images (RGB)"}.get(channels, f"images with {channels} channels")
-    return (f"The inputs are {what} of {high} x {wide} pixels{', resized' if preparation.resized else ''}.",)
+    return (f"The inputs are {what} of {high} x {wide} pixels{', resized' if preprocessor.resized else ''}.",)
 
 
-def check_columns(tables: Mapping[str, Table], preparation: Preprocessor) -> tuple[str, ...]:
+def check_columns(tables: Mapping[str, Table], preprocessor: Preprocessor) -> tuple[str, ...]:
     """What to say of columns that are probably not what they are taken for, in sentences."""
     return (
-        *check_spelling(preparation, sorted(tables)),
-        *check_column_types(tables, preparation),
-        *doubts(tables, preparation),
-        *disagreements(tables, preparation),
+        *check_spelling(preprocessor, sorted(tables)),
+        *check_column_types(tables, preprocessor),
+        *doubts(tables, preprocessor),
+        *disagreements(tables, preprocessor),
     )
 
 
@@ -329,7 +329,7 @@ def _surely_classes(values: np.ndarray, counts: np.ndarray) -> bool:
 
 
 def examples(
-    preparation: Preprocessor, tables: Sequence[tuple[str, Table]], seed: int, by: Holdout | None = None
+    preprocessor: Preprocessor, tables: Sequence[tuple[str, Table]], seed: int, by: Holdout | None = None
 ) -> Examples:
     """Inputs and targets of clients' tables, given as (client, table); each client's rows are in random order.
 
@@ -339,8 +339,8 @@ def examples(
     for client, table in tables:
         # In random order: whoever trains on rows as they come must not meet one class after the other.
         order = torch.from_numpy(_generator(seed, client, 1).permutation(table.rows))
-        xs.append(preparation.inputs(table, client)[order])
-        ys.append(preparation.targets(table)[order])
+        xs.append(preprocessor.inputs(table, client)[order])
+        ys.append(preprocessor.targets(table)[order])
         sizes.append(table.rows)
         if by is not None:
             keys.append(torch.from_numpy(by.keys(table))[order])

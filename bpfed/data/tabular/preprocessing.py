@@ -1,16 +1,15 @@
-"""Preparation: how the columns of tables become the inputs and targets of a network, learnt from federated sums.
+"""Preprocessing: how the columns of tables become the inputs and targets of a network, learnt from federated sums.
 
-    client_summary(table) at each client -> combine(summaries) at the server -> Preparation.inputs(table) at each client
+    client_summary(table) at each client -> combine(summaries) at the server -> Preprocessor.inputs(table) at each client
 
 It is plain data: a run keeps it and does the same to new rows. Sites of a deployment may also agree on one beforehand,
-in a file (`read_preparation`), and then tell nothing of their columns.
+in a file (`read_preprocessor`), and then tell nothing of their columns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -22,12 +21,13 @@ import torch
 from torch import Tensor
 
 from bpfed._util.errors import UserError, quoted, unknown
-from bpfed._util.files import to_json, write_whole
+from bpfed._util.files import from_json, renamed, to_json, write_whole
 from bpfed.data.holdout import Holdout
 from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import (
+    CATEGORIES_KEY,
+    MOST_CATEGORIES,
     MOST_CODES,
-    MOST_LEVELS,
     OTHER,
     ColumnStatistics,
     ColumnSummary,
@@ -48,6 +48,7 @@ from bpfed.inference.tasks import Task, get_task, is_task
 
 Standardise = Literal["federated", "local", "none"]
 Codes = Literal["both", "number"]
+Kind = Literal["number", "words", "channel"]
 VERSION = 1
 #: Columns or labels that an error lists.
 SHOWN = 8
@@ -63,32 +64,40 @@ class Feature:
 
     Attributes:
         name: The column's name.
-        kind: ``"number"`` (one input, and one per level as for words), ``"words"`` (one input per level, 1 for the
-            row's own; for a word that is no level, `bpfed.data.tabular.statistics.OTHER` if that is one, else all 0), or
+        kind: ``"number"`` (one input, and one per category as for words), ``"words"`` (one input per category, 1 for the
+            row's own; for a word that is no category, `bpfed.data.tabular.statistics.OTHER` if that is one, else all 0), or
             ``"channel"`` (of images).
         mean: Mean over all clients; missing numbers become it.
         scale: Standard deviation over all clients; 0: the value is always the same and no input.
-        levels: The words; of numbers that may be codes, the whole numbers that occur, as words.
+        categories: The words; of numbers that may be codes, the whole numbers that occur, as words.
         indicator: Whether there is one more input that is 1 where the value is missing.
     """
 
     name: str
-    kind: Literal["number", "words", "channel"]
+    kind: Kind
     mean: float = 0.0
     scale: float = 1.0
-    levels: tuple[str, ...] = ()
+    categories: tuple[str, ...] = ()
     indicator: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """A name for each of its inputs."""
-        values = (*(() if self.kind == "words" else (self.name,)), *(f"{self.name} = {level}" for level in self.levels))
+        values = (
+            *(() if self.kind == "words" else (self.name,)),
+            *(f"{self.name} = {category}" for category in self.categories),
+        )
         return (*(values if self.scale else ()), *((f"{self.name} missing",) if self.indicator else ()))
 
     @property
     def coded(self) -> bool:
         """Whether it is numbers that may be codes, with an input for each value beside the number."""
-        return self.kind == "number" and bool(self.levels)
+        return self.kind == "number" and bool(self.categories)
+
+
+def _feature(levels: Iterable[str], **given: Any) -> Feature:
+    """The column of a record."""
+    return Feature(**given, categories=tuple(levels))
 
 
 @dataclass(frozen=True)
@@ -200,7 +209,7 @@ class Preprocessor:
         table.check_filled(target)
         if not self.task_type.has_classes:
             if isinstance(column, Categorical):
-                raise words_for_numbers(target, table.name, column.levels[0])
+                raise words_for_numbers(target, table.name, column.categories[0])
             made = torch.from_numpy((column - self.target_mean) / self.target_scale).to(self.task_type.dtype)
             if len(made) and (fault := self.task_type.fault(made, 0, f"in its column '{target}'")):
                 raise UserError(f"'{table.name}' has {fault}.")
@@ -208,28 +217,30 @@ class Preprocessor:
         words = column if isinstance(column, Categorical) else _as_words(column)
         place = {label: i for i, label in enumerate(self.labels)}
         if words is not column:
-            place |= {level: place[text] for level, text in meant(words.levels, self.labels).items()}
-        strange = [level for level in words.levels if level not in place]
+            place |= {category: place[text] for category, text in meant(words.categories, self.labels).items()}
+        strange = [category for category in words.categories if category not in place]
         if strange:
             raise UserError(
                 f"'{table.name}' has the '{target}' '{strange[0]}', which no training row has"
                 f"{'' if target == self.target else f' as {self.target!r}'}; it must be one of "
                 f"{quoted(self.labels, SHOWN)}."
             )
-        return torch.from_numpy(np.array([place[level] for level in words.levels], dtype=np.int64)[words.codes])
+        return torch.from_numpy(
+            np.array([place[category] for category in words.categories], dtype=np.int64)[words.codes]
+        )
 
     def in_units(self, values: Tensor) -> Tensor:
         """Standardised targets (or predicted means) in the target's own units, float64: they may be far from 0."""
         return values.double() * self.target_scale + self.target_mean
 
     def joined(self, client: str, table: Table) -> Preprocessor:
-        """The preparation with one more client, whose statistics are those of this table; its target is ignored."""
+        """The preprocessing with one more client, whose statistics are those of this table; its target is ignored."""
         if self.standardise != "local":
             return self
         return self.with_clients([(client, {f.name: _summary_of(f, table) for f in self.features})])
 
     def with_clients(self, clients: Iterable[tuple[str, Mapping[str, ColumnSummary]]]) -> Preprocessor:
-        """The preparation with statistics of these clients' own, where it is local."""
+        """The preprocessing with statistics of these clients' own, where it is local."""
         if self.standardise != "local":
             return self
         known = dict(self.local)
@@ -243,7 +254,7 @@ class Preprocessor:
         return replace(self, local=known)
 
     def judged_by(self, summaries: Iterable[ColumnStatistics]) -> Preprocessor:
-        """The preparation with what these clients' own numbers are like, to judge new rows of theirs by."""
+        """The preprocessing with what these clients' own numbers are like, to judge new rows of theirs by."""
         numbers = {f.name for f in self.features if f.kind == "number" and f.scale}
         own = {
             s.client: {
@@ -281,21 +292,23 @@ class Preprocessor:
 
     def record(self) -> dict[str, Any]:
         """As plain data for JSON."""
-        return {"version": VERSION, **asdict(self)}
+        features = [renamed(asdict(feature), {"categories": CATEGORIES_KEY}) for feature in self.features]
+        return {"version": VERSION, **asdict(self), "features": features}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Preprocessor:
-        """The preparation that gave this record.
+        """The preprocessing that gave this record.
 
         Raises:
             UserError: It is damaged, or of another version.
         """
         try:
             made = cls._parsed(record)
+            made._check_types()
             made._check_numbers()
             return made
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise UserError(f"The preparation's record is damaged ({error}); train again.") from error
+            raise UserError(f"The preprocessing's record is damaged ({error}); train again.") from error
 
     @classmethod
     def _parsed(cls, record: Mapping[str, Any]) -> Preprocessor:
@@ -303,7 +316,7 @@ class Preprocessor:
         version = given.pop("version", None)
         if version != VERSION:
             raise UserError(
-                f"The preparation has version {version}, but this bpfed reads version {VERSION}; use the bpfed that "
+                f"The preprocessing has version {version}, but this bpfed reads version {VERSION}; use the bpfed that "
                 "wrote it."
             )
         for key in ("labels", "ignore"):
@@ -313,13 +326,36 @@ class Preprocessor:
         said = given.get("recoding", {})  # since 0.11
         given["recoding"] = Recoding(**{key: tuple(value) for key, value in said.items()})
         given["shape"] = None if given["shape"] is None else tuple(given["shape"])
-        given["features"] = tuple(Feature(**{**f, "levels": tuple(f["levels"])}) for f in given["features"])
+        given["features"] = tuple(_feature(**f) for f in given["features"])
         for key in ("local", "own"):
             given[key] = {
                 client: {name: (float(mean), float(scale)) for name, (mean, scale) in own.items()}
                 for client, own in given.get(key, {}).items()
             }
         return cls(**given)
+
+    def _check_types(self) -> None:
+        """Raise a `ValueError` unless names and words are texts and choices are known ones; a `UserError` for a hold-out."""
+        named = [self.client_column, self.holdout]
+        words = [self.target, *self.labels, *self.ignore, *self.missing, *(name for name in named if name is not None)]
+        words += [word for f in self.features for word in (f.name, *f.categories)]
+        words += [word for listed in asdict(self.recoding).values() for word in listed]
+        words += [word for own in (self.local, self.own) for who, columns in own.items() for word in (who, *columns)]
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("a name or a word in it is no text")
+        if self.standardise not in get_args(Standardise) or self.codes not in get_args(Codes):
+            raise ValueError("its standardise or codes is none that is known")
+        for f in self.features:
+            if f.kind not in get_args(Kind) or type(f.indicator) is not bool:
+                raise ValueError(f"'{f.name}' is no number, word or channel, or its indicator is not true or false")
+            if f.coded and not all(map(whole, f.categories)):
+                raise ValueError(f"the codes of '{f.name}' are not whole numbers")
+        if self.shape is not None and not (len(self.shape) == 3 and all(type(n) is int and n > 0 for n in self.shape)):
+            raise ValueError("its shape is none")
+        if type(self.resized) is not bool:
+            raise ValueError("its resized is not true or false")
+        Holdout.of(self.holdout)
+        _ = self.recoding.columns
 
     def _check_numbers(self) -> None:
         """Raise a `ValueError` unless everything can be scaled with these numbers."""
@@ -333,13 +369,13 @@ class Preprocessor:
             raise ValueError(f"'{self.target}' has standard deviation {self.target_scale}")
 
     def fault(self) -> str:
-        """What no preparation can have, in words that end a sentence; empty: there is nothing."""
+        """What no preprocessing can have, in words that end a sentence; empty: there is nothing."""
         names = [f.name for f in self.features]
         if not is_task(self.task) or self.standardise not in get_args(Standardise):
             return f"its task is {self.task!r} and its standardise {self.standardise!r}, which must be known ones"
         if self.codes not in get_args(Codes):
             return f"its codes are {self.codes!r}, which must be one of {quoted(get_args(Codes))}"
-        texts = [self.target, *names, *self.labels, *(level for f in self.features for level in f.levels)]
+        texts = [self.target, *names, *self.labels, *(category for f in self.features for category in f.categories)]
         if not all(isinstance(text, str) and text for text in texts):
             return "a name, word or class of it is not a text"
         if not names or len(set(names)) < len(names):
@@ -347,10 +383,8 @@ class Preprocessor:
         if self.target in names:
             return f"the target '{self.target}' is among its columns"
         classes = len(self.labels)
-        if classes > len(set(self.labels)) or (2 <= classes <= MOST_LEVELS) is not self.task_type.labelled:
-            return (
-                f"its {classes} classes are not 2 to {MOST_LEVELS} different ones, or none where targets are no classes"
-            )
+        if classes > len(set(self.labels)) or (2 <= classes <= MOST_CATEGORIES) is not self.task_type.labelled:
+            return f"its {classes} classes are not 2 to {MOST_CATEGORIES} different ones, or none where targets are no classes"
         if not (_finite(self.target_mean) and _finite(self.target_scale) and self.target_scale > 0.0):
             return "mean and scale of its target are not numbers, the scale above 0"
         for f in self.features:
@@ -358,10 +392,14 @@ class Preprocessor:
                 return f"the kind of '{f.name}' is {f.kind!r}, which must be number or words, or channel for images"
             if not (_finite(f.mean) and _finite(f.scale) and f.scale >= 0.0) or type(f.indicator) is not bool:
                 return f"mean and scale of '{f.name}' are not numbers, the scale 0 or more, or its indicator is not true or false"
-            if f.coded and (len(f.levels) > MOST_CODES or not all(map(whole, f.levels))):
-                return f"the levels of '{f.name}' are not up to {MOST_CODES} whole numbers, such as \"3\""
-            if len(set(f.levels)) < len(f.levels) or len(f.levels) > MOST_LEVELS or (f.kind == "channel" and f.levels):
-                return f"the levels of '{f.name}' are not up to {MOST_LEVELS} different words"
+            if f.coded and (len(f.categories) > MOST_CODES or not all(map(whole, f.categories))):
+                return f"the {CATEGORIES_KEY} of '{f.name}' are not up to {MOST_CODES} whole numbers, such as \"3\""
+            if (
+                len(set(f.categories)) < len(f.categories)
+                or len(f.categories) > MOST_CATEGORIES
+                or (f.kind == "channel" and f.categories)
+            ):
+                return f"the {CATEGORIES_KEY} of '{f.name}' are not up to {MOST_CATEGORIES} different words"
             if not f.inputs:
                 return f"'{f.name}' gives no input; leave it out"
         if self.shape is not None and set(names) != {f"channel {k}" for k in range((*self.shape, 0)[0])}:
@@ -390,9 +428,11 @@ class Preprocessor:
             else:
                 words = column if isinstance(column, Categorical) else _as_words(column)
             if feature.scale:
-                place = {level: i for i, level in enumerate(feature.levels)}
+                place = {category: i for i, category in enumerate(feature.categories)}
                 rest = place.get(OTHER, -1)
-                rows = np.array([*(place.get(level, rest) for level in words.levels), -1])  # the last: missing
+                rows = np.array(
+                    [*(place.get(category, rest) for category in words.categories), -1]
+                )  # the last: missing
                 found.append(np.vstack([np.eye(len(place)), np.zeros(len(place))])[rows[words.codes]])
         elif feature.scale:
             mean, scale = local[feature.name]
@@ -400,8 +440,8 @@ class Preprocessor:
             fill = feature.mean if self.standardise == "none" else mean
             values = _numbers(column, table, feature.name)
             found.append((np.where(np.isnan(values), fill, values) - mean) / scale)
-            if feature.levels:
-                found.append((values[:, None] == np.array(feature.levels, dtype=np.float64)).astype(np.float64))
+            if feature.categories:
+                found.append((values[:, None] == np.array(feature.categories, dtype=np.float64)).astype(np.float64))
         if feature.indicator:
             found.append(missing.astype(np.float64))
         return found
@@ -426,20 +466,20 @@ def array_words(shape: Sequence[int]) -> str:
     return f"sequences of [{wide}, {channels}]" if high == 1 else f"images of {(channels, high, wide)}"
 
 
-def write_preparation(path: Path, preparation: Preprocessor) -> str:
-    """Write a preparation as a file that people can read and sites can agree on; gives back its `digest`.
+def write_preprocessor(path: Path, preprocessor: Preprocessor) -> str:
+    """Write the preprocessing as a file that people can read and sites can agree on; gives back its `digest`.
 
     Nothing of single clients is in it: neither their own statistics nor the column that names them.
     """
-    record = preparation.record()
+    record = preprocessor.record()
     left_out = ("local", "client_column", "missing", "codes", "holdout", "recoding", "own", "resized")
     content = to_json({key: value for key, value in record.items() if key not in left_out})
     write_whole(path, content)
     return digest(content.encode())
 
 
-def read_preparation(path: Path) -> tuple[Preprocessor, str]:
-    """The preparation in a file that was written by `write_preparation` or by hand, and its `digest`.
+def read_preprocessor(path: Path) -> tuple[Preprocessor, str]:
+    """The preprocessing in a file that was written by `write_preprocessor` or by hand, and its `digest`.
 
     It must have ``target``, ``task``, ``features`` (each with ``name`` and ``kind``) and, for classes, ``labels``. What
     else is left out has the default of `Preprocessor` and `Feature`.
@@ -449,19 +489,21 @@ def read_preparation(path: Path) -> tuple[Preprocessor, str]:
     """
     try:
         content = path.read_bytes()
-        found = json.loads(content)
+        found = from_json(content)
         defaults = {"version": VERSION, "labels": (), "ignore": (), "codes": "both", "shape": None}
-        features = [{"levels": (), **feature} for feature in found["features"]]
+        features = [{CATEGORIES_KEY: (), **feature} for feature in found["features"]]
         if any(key in found for key in ("local", "client_column", "missing", "holdout", "recoding", "own")):
             raise ValueError("local, client_column, missing, holdout, recoding and own are not for all sites")
         made = Preprocessor._parsed({**defaults, **found, "features": features, "local": {}})
     except OSError as error:
-        raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preparation file.") from error
+        raise UserError(f"'{path}' cannot be read ({error.strerror}); give a preprocessing file.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError) as error:
-        raise UserError(f"'{path}' is not a preparation file ({error}); make one with 'bpfed data prepare'.") from error
+        raise UserError(
+            f"'{path}' is not a preprocessing file ({error}); make one with 'bpfed data prepare'."
+        ) from error
     if why := made.fault():
         raise UserError(
-            f"'{path}' is not a preparation file: {why}; correct it, or make one with 'bpfed data prepare'."
+            f"'{path}' is not a preprocessing file: {why}; correct it, or make one with 'bpfed data prepare'."
         )
     return made, digest(content)
 
@@ -488,10 +530,10 @@ def _summary_of(feature: Feature, table: Table) -> ColumnSummary:
 
 
 def _numbers(column: Column | None, table: Table, name: str) -> np.ndarray:
-    if column is None or (isinstance(column, Categorical) and not column.levels):
+    if column is None or (isinstance(column, Categorical) and not column.categories):
         return np.full(table.rows, np.nan)
     if isinstance(column, Categorical):
-        raise words_for_numbers(name, table.name, column.levels[0])
+        raise words_for_numbers(name, table.name, column.categories[0])
     return column
 
 
@@ -562,7 +604,7 @@ def gathered(table: Table, target: str | None, task: str | None) -> Table:
 def _times(table: Table, name: str) -> np.ndarray:
     column = table.column(name)
     if isinstance(column, Categorical):
-        raise words_for_numbers(name, table.name, column.levels[0] if column.levels else "")
+        raise words_for_numbers(name, table.name, column.categories[0] if column.categories else "")
     return column
 
 
@@ -570,7 +612,9 @@ def _truth(table: Table, name: str) -> np.ndarray:
     """A column of truth values as 1 and 0, NaN where it is missing."""
     column = table.column(name)
     if isinstance(column, Categorical):
-        values = np.array([*(TRUTH_VALUES.get(level.casefold(), 2.0) for level in column.levels), np.nan])[column.codes]
+        values = np.array([*(TRUTH_VALUES.get(category.casefold(), 2.0) for category in column.categories), np.nan])[
+            column.codes
+        ]
     else:
         values = column
     strange = np.flatnonzero(~np.isnan(values) & (values != 0.0) & (values != 1.0))

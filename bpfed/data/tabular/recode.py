@@ -26,6 +26,8 @@ from bpfed.data.tabular.table import UNKNOWN, Categorical, Column, Table, writte
 MAPS = ";"
 #: Columns of numbers that a text becomes where nothing else is said, and at most.
 BUCKETS, MOST_BUCKETS = 256, 4096
+#: Digits of such a number that are read.
+LONGEST_NUMBER = 9
 #: The day from which days are counted.
 DAY_ZERO = date(2000, 1, 1)
 _STEP = re.compile(r"\s*([-+*/])\s*((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*")
@@ -224,8 +226,10 @@ def _buckets(said: str) -> tuple[str, int]:
     column, colon, number = said.rpartition(":")
     if not colon or not number.strip().isdecimal():
         return said, BUCKETS
-    if not 1 <= int(number) <= MOST_BUCKETS:
-        raise UserError(f"'{said}' asks for {number} columns of a text; choose 1 to {MOST_BUCKETS}.")
+    if len(number) > LONGEST_NUMBER or not 1 <= int(number) <= MOST_BUCKETS:
+        raise UserError(
+            f"'{said[:60]}' asks for {number[:LONGEST_NUMBER]} columns of a text; choose 1 to {MOST_BUCKETS}."
+        )
     return column.strip(), int(number)
 
 
@@ -252,15 +256,15 @@ def _mapped(column: Column, words: Mapping[str, str], keep: bool) -> Column:
         if not values & words.keys():
             return column
         column = _words_of(column)
-    levels = [words.get(_spelt(level), level) for level in column.levels]
-    new = Categorical.of([*levels, ""])
-    made = Categorical(new.codes[column.codes], new.levels)  # the last one is that of missing values
+    categories = [words.get(_spelt(category), category) for category in column.categories]
+    new = Categorical.of([*categories, ""])
+    made = Categorical(new.codes[column.codes], new.categories)  # the last one is that of missing values
     return made if keep else _as_numbers(made)
 
 
 def _as_numbers(column: Categorical) -> Column:
     try:
-        numbers = [float(level) for level in column.levels]
+        numbers = [float(category) for category in column.categories]
     except ValueError:
         return column
     return np.array([*numbers, np.nan])[column.codes]
@@ -269,9 +273,9 @@ def _as_numbers(column: Categorical) -> Column:
 def _converted(column: Column, conversion: Conversion, where: str) -> np.ndarray:
     if not isinstance(column, Categorical):
         return conversion.of(column)
-    if column.levels:
+    if column.categories:
         raise UserError(
-            f"Column '{conversion.column}' of '{where}' is to be converted, but has '{column.levels[0][:40]}', which is no "
+            f"Column '{conversion.column}' of '{where}' is to be converted, but has '{column.categories[0][:40]}', which is no "
             "number; map it first, or name it as a missing value."
         )
     return np.full(len(column), np.nan)
@@ -282,7 +286,7 @@ def _converted(column: Column, conversion: Conversion, where: str) -> np.ndarray
 
 def _date_columns(column: Categorical, name: str, where: str) -> dict[str, Column]:
     """Year, month (1 to 12), weekday (0 is Monday) and days since 2000 of dates, ``[n]`` each."""
-    days = parse_dates(column.levels, name, where)
+    days = parse_dates(column.categories, name, where)
     parts: dict[str, Callable[[date], int]] = {
         "year": lambda day: day.year,
         "month": lambda day: day.month,
@@ -343,8 +347,8 @@ def _text_columns(column: Categorical, name: str, buckets: int) -> dict[str, Col
     A word's column and sign are a checksum of it in small letters, the same at every site, so nothing is exchanged. Where
     two words share a column, their signs let them cancel out on average.
     """
-    made = np.zeros((len(column.levels) + 1, buckets))
-    for row, text in enumerate(column.levels):
+    made = np.zeros((len(column.categories) + 1, buckets))
+    for row, text in enumerate(column.categories):
         for word, count in Counter(_TOKEN.findall(text.casefold())).items():
             code = zlib.crc32(word.encode())
             made[row, (code >> 1) % buckets] += count if code & 1 else -count

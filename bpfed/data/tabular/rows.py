@@ -14,7 +14,6 @@ from torch import Tensor
 from bpfed._util.errors import UserError, quoted
 from bpfed.data.checks.new_rows import Unusual, check_new_rows, unusual
 from bpfed.data.federated import FederatedData
-from bpfed.data.tabular.frames import column_table, is_dataset, is_named, table_of
 from bpfed.data.tabular.npz import read_arrays
 from bpfed.data.tabular.preprocessing import SHOWN, Preprocessor, gathered
 from bpfed.data.tabular.table import Table, column_names, read_table
@@ -28,13 +27,13 @@ class Rows:
     Attributes:
         x: Inputs, ``[n, ...]``.
         y: Targets, ``[n]``; None where they were not asked for.
-        preparation: That of the run, with the client's own statistics where it has some; None for arrays.
+        preprocessor: That of the run, with the client's own statistics where it has some; None for arrays.
         unusual: Where they are unlike the rows of training; None for arrays and images.
     """
 
     x: Tensor
     y: Tensor | None
-    preparation: Preprocessor | None
+    preprocessor: Preprocessor | None
     unusual: Unusual | None = None
 
 
@@ -66,51 +65,53 @@ def read_rows(
     if in_file and (columns is not None or y is not None):
         what = "columns have names and its targets a column" if y is not None else "columns have names"
         raise UserError(f"'{source}' is a file, whose {what} there; omit {'y' if y is not None else 'columns'}.")
-    preparation = data.preparation
-    if preparation is None:
+    preprocessor = data.preprocessor
+    if preprocessor is None:
         if not in_file:
             raise UserError(f"'{data.name}' was trained on arrays, not on a table; give an array without column names.")
         return _arrays(data, Path(source), labelled)
-    wanted = target or preparation.target
-    needed = {f.name for f in preparation.features} | ({wanted, *column_names(wanted)} if labelled else set())
+    wanted = target or preprocessor.target
+    needed = {f.name for f in preprocessor.features} | ({wanted, *column_names(wanted)} if labelled else set())
     if in_file:
-        recoding = preparation.recoding
+        recoding = preprocessor.recoding
         table = read_table(
             source,
-            [*preparation.words, *recoding.words],
+            [*preprocessor.words, *recoding.words],
             used=needed | recoding.columns,
-            missing=preparation.missing,
-            arrays=preparation.arrays,
+            missing=preprocessor.missing,
+            arrays=preprocessor.arrays,
         )
     else:
-        table = _in_memory(preparation, source, client, columns, needed, say)
+        table = _in_memory(preprocessor, source, client, columns, needed, say)
         if y is not None:
             if wanted in table.columns:
                 raise UserError(f"The targets are given twice, as y and in the column '{wanted}'; omit one of them.")
-            table = column_table(table, wanted, y, preparation.missing)
-    table = preparation.recoding.apply(table, client, preparation.missing, preparation.words)
+            from bpfed.data.tabular.frames import column_table  # files need none of it
+
+            table = column_table(table, wanted, y, preprocessor.missing)
+    table = preprocessor.recoding.apply(table, client, preprocessor.missing, preprocessor.words)
     found = None
     if labelled:
-        table = gathered(table, wanted, preparation.task)
-        found = preparation.targets(table, wanted)
-        kept = table.without({wanted, preparation.target} - {wanted}).columns
-        named = {preparation.target if name == wanted else name: column for name, column in kept.items()}
+        table = gathered(table, wanted, preprocessor.task)
+        found = preprocessor.targets(table, wanted)
+        kept = table.without({wanted, preprocessor.target} - {wanted}).columns
+        named = {preprocessor.target if name == wanted else name: column for name, column in kept.items()}
         table = replace(table, columns=named)
-        preparation = preparation.joined(client, table)
-    if preparation.shape is None and in_file:
-        lost = [f.name for f in preparation.features if f.name not in table.columns]
-        if lost and len(lost) < len(preparation.features):
+        preprocessor = preprocessor.joined(client, table)
+    if preprocessor.shape is None and in_file:
+        lost = [f.name for f in preprocessor.features if f.name not in table.columns]
+        if lost and len(lost) < len(preprocessor.features):
             what = "column" if len(lost) == 1 else "columns"
             it = "it is" if len(lost) == 1 else "they are"
             say(f"'{source}' has no {what} {quoted(lost)}; {it} treated as missing in every row.")
-    made = Rows(preparation.inputs(table, client), found, preparation)
-    for sentence in check_new_rows(preparation, table, client):
+    made = Rows(preprocessor.inputs(table, client), found, preprocessor)
+    for sentence in check_new_rows(preprocessor, table, client):
         say(sentence)
-    return made if preparation.shape is not None else replace(made, unusual=unusual(preparation, table, client))
+    return made if preprocessor.shape is not None else replace(made, unusual=unusual(preprocessor, table, client))
 
 
 def _in_memory(
-    preparation: Preprocessor,
+    preprocessor: Preprocessor,
     source: Any,
     client: str,
     columns: Sequence[str] | None,
@@ -118,20 +119,22 @@ def _in_memory(
     say: Callable[[str], None],
 ) -> Table:
     """Rows in memory as a table that has every column of training; others are ignored with a word."""
-    if preparation.shape is not None and columns is None and is_dataset(source):
-        words, arrays = [*preparation.words, *preparation.recoding.words], preparation.arrays
-        table = table_of(source, words=words, used=needed, missing=preparation.missing, arrays=arrays)
+    from bpfed.data.tabular.frames import is_dataset, is_named, table_of
+
+    if preprocessor.shape is not None and columns is None and is_dataset(source):
+        words, arrays = [*preprocessor.words, *preprocessor.recoding.words], preprocessor.arrays
+        table = table_of(source, words=words, used=needed, missing=preprocessor.missing, arrays=arrays)
         if table.images is None:
             raise UserError(
                 "The dataset has no column of images, but the run was trained on images; cast one to Image."
             )
         return table
-    if preparation.shape is not None:
+    if preprocessor.shape is not None:
         raise UserError(
             "The run was trained on images or sequences of files, which it scales; give the path of one, or inputs that are "
             "scaled as run.data is, with prepared=True."
         )
-    used = [f.name for f in preparation.features if f.inputs]
+    used = [f.name for f in preprocessor.features if f.inputs]
     if columns is None and not isinstance(source, Table) and not is_named(source):
         raise UserError(
             "The run was trained on tables, whose columns it knows by name and scales, but the inputs have no names; "
@@ -144,11 +147,11 @@ def _in_memory(
         table = table_of(
             source,
             columns,
-            words=[*preparation.words, *preparation.recoding.words],
-            used=needed | preparation.recoding.columns,
-            missing=preparation.missing,
+            words=[*preprocessor.words, *preprocessor.recoding.words],
+            used=needed | preprocessor.recoding.columns,
+            missing=preprocessor.missing,
         )
-    made = preparation.recoding.apply(table, client, preparation.missing).columns
+    made = preprocessor.recoding.apply(table, client, preprocessor.missing).columns
     if lost := [name for name in used if name not in made]:
         what = "column" if len(lost) == 1 else "columns"
         raise UserError(
@@ -157,11 +160,11 @@ def _in_memory(
         )
     known = {
         *needed,
-        preparation.target,
-        *column_names(preparation.target),
-        *preparation.left_out,
-        preparation.client_column,
-        *preparation.recoding.columns,
+        preprocessor.target,
+        *column_names(preprocessor.target),
+        *preprocessor.left_out,
+        preprocessor.client_column,
+        *preprocessor.recoding.columns,
     }
     if extra := [name for name in table.columns if name not in known]:
         many = len(extra) > 1
@@ -213,7 +216,7 @@ def _arrays(data: FederatedData, path: Path, labelled: bool) -> Rows:
 def _scaled(data: FederatedData, path: Path, x: Any) -> Any:
     """Raw pixels of a built-in dataset, as it scales them."""
     # Only these need what loads datasets.
-    from bpfed.data.load import names, source_of
+    from bpfed.data.datasets import names, source_of
     from bpfed.data.sources.pooled import Entry, entry
 
     source = source_of(data.name) if data.name in names() else ""

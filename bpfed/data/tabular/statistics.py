@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from bpfed._util.errors import UserError, quoted
+from bpfed._util.files import renamed
 from bpfed.data.tabular.table import SPLIT, UNKNOWN, Categorical, Column, Table, written
 from bpfed.inference.tasks import get_task
 
@@ -22,12 +23,14 @@ UNITS_APART = 50.0
 #: Whole numbers with more values than this are a regression, unless the task is given.
 MOST_WHOLE = 20
 #: A column (or target) with more words than this is text or an identity and no category.
-MOST_LEVELS = 100
+MOST_CATEGORIES = 100
 #: Different whole numbers that a column of codes has, such as kinds of pain from 1 to 4: at least and at most.
 FEWEST_CODES, MOST_CODES = 3, 10
 #: Rows of a column that are looked at first: most columns show there that they are no codes.
 FIRST = 1000
-#: Stands for all words of a column that are not levels of their own, where there are such (see `released`).
+#: The key of a column's categories in records.
+CATEGORIES_KEY = "levels"
+#: Stands for all words of a column that are not categories of their own, where there are such (see `released`).
 OTHER = "(other words)"
 #: Of numbers with up to so many different values, count, mean and squares give the count of each value.
 SOLVABLE = 3
@@ -45,8 +48,8 @@ class ColumnSummary:
         mean: Mean of the numbers.
         squares: Sum of their squared distances from the mean. (Count, mean and this are sums of values and squares in
             a form that rounding does not harm.)
-        levels: The words that occur, or the different numbers where all are whole and few (up to `MOST_CODES`, of a
-            target up to `MOST_LEVELS`); None for other numbers.
+        categories: The words that occur, or the different numbers where all are whole and few (up to `MOST_CODES`, of a
+            target up to `MOST_CATEGORIES`); None for other numbers.
         words: Whether it is a column of words.
     """
 
@@ -54,7 +57,7 @@ class ColumnSummary:
     missing: int
     mean: float = 0.0
     squares: float = 0.0
-    levels: tuple[str, ...] | None = None
+    categories: tuple[str, ...] | None = None
     words: bool = False
 
     @property
@@ -68,9 +71,9 @@ class ColumnSummary:
         apart = other.mean - self.mean
         mean = self.mean + apart * other.count / count if count else 0.0
         squares = self.squares + other.squares + (apart**2 * self.count * other.count / count if count else 0.0)
-        known = [s.levels for s in (self, other) if s.count]
-        levels = None if None in known else tuple(sorted({w for k in known if k for w in k}))
-        return ColumnSummary(count, self.missing + other.missing, mean, squares, levels, self.words or other.words)
+        known = [s.categories for s in (self, other) if s.count]
+        categories = None if None in known else tuple(sorted({w for k in known if k for w in k}))
+        return ColumnSummary(count, self.missing + other.missing, mean, squares, categories, self.words or other.words)
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class ColumnStatistics:
 
     def record(self) -> dict[str, Any]:
         """As plain data for JSON."""
-        return asdict(self)
+        columns = {name: _column_record(column) for name, column in self.columns.items()}
+        return {**asdict(self), "columns": columns, "target": _column_record(self.target)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> ColumnStatistics:
@@ -116,12 +120,12 @@ def client_summary(
         ignore: Columns that are not inputs.
     """
     values = table.column(target)
-    if isinstance(values, Categorical) and len(values.levels) > MOST_LEVELS:
-        raise too_many_classes(target, f"'{table.name}'", values.levels)
+    if isinstance(values, Categorical) and len(values.categories) > MOST_CATEGORIES:
+        raise too_many_classes(target, f"'{table.name}'", values.categories)
     aim = _summary(values, table, target)
     if not isinstance(values, Categorical):
-        most = MOST_WHOLE if task is None else MOST_LEVELS if get_task(task).has_classes else 0
-        aim = replace(aim, levels=whole_numbers(values[~np.isnan(values)], most) if most else None)
+        most = MOST_WHOLE if task is None else MOST_CATEGORIES if get_task(task).has_classes else 0
+        aim = replace(aim, categories=whole_numbers(values[~np.isnan(values)], most) if most else None)
     shape = None
     if table.images is not None:
         shape, columns = tuple(table.images.shape[1:]), of_channels(table.images)
@@ -161,14 +165,14 @@ def released(
     for name, told in summary.columns.items() if summary.shape is None else ():
         columns[name] = _released(told, table.columns[name], summary.rows, minimum, name, why)
     aim, values = summary.target, table.column(target)
-    if aim.levels is not None:
+    if aim.categories is not None:
         words = values if isinstance(values, Categorical) else Categorical.of([written(v) for v in values.tolist()])
         common = _common(words, minimum)
-        if len(common) < len(words.levels):
-            why[target] = f"{len(words.levels) - len(common)} of {len(words.levels)} classes are too rare"
+        if len(common) < len(words.categories):
+            why[target] = f"{len(words.categories) - len(common)} of {len(words.categories)} classes are too rare"
         # As they were ordered before; of numbers, by size.
-        levels = tuple(level for level in aim.levels if level in common)
-        aim = ColumnSummary(summary.rows, 0, levels=levels, words=aim.words)
+        categories = tuple(category for category in aim.categories if category in common)
+        aim = ColumnSummary(summary.rows, 0, categories=categories, words=aim.words)
     else:
         aim = _released(aim, values, summary.rows, minimum, target, why)
     return replace(summary, columns=columns, target=aim), why
@@ -186,9 +190,9 @@ def _released(
     if isinstance(column, Categorical):
         words = _common(column, minimum)
         others = told.count - sum(words.values())
-        if rare := len(column.levels) - len(words):
-            why[name] = f"{rare} of {len(column.levels)} words are too rare"
-        told = replace(told, levels=tuple(sorted((*words, *((OTHER,) if others >= minimum else ())))))
+        if rare := len(column.categories) - len(words):
+            why[name] = f"{rare} of {len(column.categories)} words are too rare"
+        told = replace(told, categories=tuple(sorted((*words, *((OTHER,) if others >= minimum else ())))))
     else:
         values = column[~np.isnan(column)]
         different, counts = np.unique(values, return_counts=True)
@@ -201,11 +205,11 @@ def _released(
             why[name] = "one value is far from all others"
         if name in why:
             return ColumnSummary(0, 0)
-        if told.levels is not None:
+        if told.categories is not None:
             common = {written(value) for value in different[counts >= minimum].tolist()}
-            if rare := len(told.levels) - len(common):
-                why[name] = f"{rare} of {len(told.levels)} whole numbers are too rare"
-            told = replace(told, levels=tuple(level for level in told.levels if level in common))
+            if rare := len(told.categories) - len(common):
+                why[name] = f"{rare} of {len(told.categories)} whole numbers are too rare"
+            told = replace(told, categories=tuple(category for category in told.categories if category in common))
     if told.missing < minimum:  # as if these were like the others: same mean, same spread
         told = replace(told, count=rows, missing=0, squares=told.squares * rows / told.count)
     return told
@@ -213,21 +217,21 @@ def _released(
 
 def _common(words: Categorical, minimum: int) -> dict[str, int]:
     """In how many rows each word is, of those that are in enough."""
-    counts = np.bincount(words.codes[words.codes != UNKNOWN], minlength=len(words.levels)).tolist()
-    return {word: count for word, count in zip(words.levels, counts, strict=True) if count >= minimum}
+    counts = np.bincount(words.codes[words.codes != UNKNOWN], minlength=len(words.categories)).tolist()
+    return {word: count for word, count in zip(words.categories, counts, strict=True) if count >= minimum}
 
 
 def _summary(column: Column, table: Table, name: str) -> ColumnSummary:
     missing = int(np.count_nonzero(table.missing(name)))
     count = table.rows - missing
     if isinstance(column, Categorical):
-        return ColumnSummary(count, missing, levels=column.levels, words=bool(count))
+        return ColumnSummary(count, missing, categories=column.categories, words=bool(count))
     values = column[~np.isnan(column)]
-    return replace(of_numbers(values, missing), levels=whole_numbers(values, MOST_CODES) if count else None)
+    return replace(of_numbers(values, missing), categories=whole_numbers(values, MOST_CODES) if count else None)
 
 
 def whole_numbers(values: np.ndarray, most: int) -> tuple[str, ...] | None:
-    """The different ones of these numbers ``[n]``, as words by size; None where they are more than ``most`` or not whole."""
+    """The distinct numbers among ``[n]``, as text by size; None if there are more than ``most`` or any is not whole."""
     different = np.unique(values[:FIRST])
     if len(different) <= most:  # few of the other rows have further ones, if any
         different = np.union1d(different, values[FIRST:][~np.isin(values[FIRST:], different)])
@@ -249,8 +253,14 @@ def of_channels(images: np.ndarray) -> dict[str, ColumnSummary]:
     return {f"channel {k}": of_numbers(images[:, k].reshape(-1).astype(np.float64), 0) for k in range(images.shape[1])}
 
 
+def _column_record(column: ColumnSummary) -> dict[str, Any]:
+    return renamed(asdict(column), {"categories": CATEGORIES_KEY})
+
+
 def _column_summary(record: Mapping[str, Any]) -> ColumnSummary:
-    return ColumnSummary(**{**record, "levels": None if record["levels"] is None else tuple(record["levels"])})
+    told = dict(record)
+    categories = told.pop(CATEGORIES_KEY)
+    return ColumnSummary(**told, categories=None if categories is None else tuple(categories))
 
 
 def check_words(tables: Sequence[Table], ignore: Iterable[str] = ()) -> None:
@@ -258,15 +268,15 @@ def check_words(tables: Sequence[Table], ignore: Iterable[str] = ()) -> None:
 
     ``ignore`` are columns that have been left out already, for the advice.
     """
-    levels: dict[str, set[str]] = {}
+    categories: dict[str, set[str]] = {}
     crowded: dict[str, dict[str, int]] = {}
     for table in tables:
-        words = {name: c.levels for name, c in table.columns.items() if isinstance(c, Categorical)}
+        words = {name: c.categories for name, c in table.columns.items() if isinstance(c, Categorical)}
         for name, own in words.items():
-            levels.setdefault(name, set()).update(own)
-        if own_crowd := {name: len(own) for name, own in words.items() if len(own) > MOST_LEVELS}:
+            categories.setdefault(name, set()).update(own)
+        if own_crowd := {name: len(own) for name, own in words.items() if len(own) > MOST_CATEGORIES}:
             crowded[table.name] = own_crowd
-    found = {name: len(words) for name, words in levels.items() if len(words) > MOST_LEVELS}
+    found = {name: len(words) for name, words in categories.items() if len(words) > MOST_CATEGORIES}
     if not found:
         return
     for where, own_crowd in crowded.items() if len(crowded) == 1 else ():
@@ -281,13 +291,13 @@ def too_many(found: Mapping[str, int], where: str, ignore: Iterable[str] = ()) -
     if len(found) == 1:
         ((name, number),) = found.items()
         return UserError(
-            f"Column '{name}' of {where} has {number} different words, more than the limit of {MOST_LEVELS}; leave it "
+            f"Column '{name}' of {where} has {number} different words, more than the limit of {MOST_CATEGORIES}; leave it "
             f"out with {left}, or make it numeric."
         )
     numbers = ", ".join(map(str, found.values()))
     return UserError(
         f"Columns {quoted(list(found), len(found))} of {where} have {numbers} different words, more than the limit of "
-        f"{MOST_LEVELS}; leave them out with {left}, or make them numeric."
+        f"{MOST_CATEGORIES}; leave them out with {left}, or make them numeric."
     )
 
 
@@ -295,5 +305,5 @@ def too_many_classes(target: str, where: str, words: Sequence[str]) -> UserError
     """A `UserError` for a target with more words than there may be classes."""
     return UserError(
         f"The target '{target}' of {where} has {len(words)} different words, such as '{words[0][:40]}', more than the "
-        f"limit of {MOST_LEVELS}; predict another column, or write it as plain numbers, such as 1234.5."
+        f"limit of {MOST_CATEGORIES}; predict another column, or write it as plain numbers, such as 1234.5."
     )

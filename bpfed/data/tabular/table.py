@@ -39,35 +39,35 @@ class Categorical:
     """A column of words.
 
     Attributes:
-        codes: Which level each row has, ``[n]`` int64, `UNKNOWN` where it is missing.
-        levels: The words that occur, in order.
+        codes: Which category each row has, ``[n]`` int64, `UNKNOWN` where it is missing.
+        categories: The words that occur, in order.
     """
 
     codes: np.ndarray
-    levels: tuple[str, ...]
+    categories: tuple[str, ...]
 
     @classmethod
     def of(cls, cells: Sequence[str]) -> Categorical:
         """Of one word per row; those of `MISSING` are missing, and truth values are written small."""
         spelt = {cell: cell.strip() for cell in set(cells)}
         spelt = {cell: word.casefold() if word.casefold() in TRUTH else word for cell, word in spelt.items()}
-        levels = sorted({word for word in spelt.values() if word.casefold() not in MISSING})
-        place = {word: i for i, word in enumerate(levels)}
+        categories = sorted({word for word in spelt.values() if word.casefold() not in MISSING})
+        place = {word: i for i, word in enumerate(categories)}
         code = {cell: place.get(word, UNKNOWN) for cell, word in spelt.items()}
-        return cls(np.fromiter(map(code.__getitem__, cells), np.int64, len(cells)), tuple(levels))
+        return cls(np.fromiter(map(code.__getitem__, cells), np.int64, len(cells)), tuple(categories))
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def take(self, rows: np.ndarray) -> Categorical:
-        """These rows, with the levels that are left among them."""
+        """These rows, with the categories that are left among them."""
         kept, codes = np.unique(self.codes[rows], return_inverse=True)
-        levels = tuple(self.levels[k] for k in kept if k != UNKNOWN)
-        return Categorical(codes - int(UNKNOWN in kept), levels)
+        categories = tuple(self.categories[k] for k in kept if k != UNKNOWN)
+        return Categorical(codes - int(UNKNOWN in kept), categories)
 
     def words(self) -> list[str]:
         """The word of each row, empty where it is missing."""
-        return [self.levels[k] if k != UNKNOWN else "" for k in self.codes.tolist()]
+        return [self.categories[k] if k != UNKNOWN else "" for k in self.codes.tolist()]
 
 
 #: Numbers, ``[n]`` float64 with NaN where missing, or words.
@@ -253,7 +253,8 @@ def read_table(
         words: Columns that are words, though all their cells may look like numbers: ``250.00``, ``007``.
         ignore: Columns that are not inputs, and may have a type that is not read otherwise, such as dates in Parquet.
         used: The only columns that are needed; others may have such a type too. None: all but those of ``ignore``.
-        missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each (`bpfed.data.tabular.recode.MissingValues`).
+        missing: What else stands for no value, ``WORD`` or ``COLUMN=WORD`` each
+            (`bpfed.data.tabular.recode.MissingValues`).
         arrays: How images and sequences are read.
 
     Raises:
@@ -363,9 +364,19 @@ def _kind(mode: int) -> str:
     return "folder" if stat.S_ISDIR(mode) else "pipe or device"
 
 
+#: What stands for half of a character, or for a byte that is no UTF-8.
+_HALF = re.compile("[\ud800-\udfff]")
+
+
 def check_range(table: Table) -> None:
-    """Raise a `UserError` if a column has a number too large to be one."""
+    """Raise a `UserError` if a column has a number too large to be one, or text with half of a character."""
     for name, column in table.columns.items():
+        text = "\n".join([name, *(column.categories if isinstance(column, Categorical) else ())])
+        if _HALF.search(text):
+            raise UserError(
+                f"Column {quoted([name])} of '{table.name}' has half of a character, which no file of text can hold; "
+                "correct its name and its words."
+            )
         if isinstance(column, Categorical):
             continue
         with np.errstate(invalid="ignore"):
@@ -398,11 +409,11 @@ def by_column(table: Table, client_column: str) -> dict[str, Table]:
         )
     rest = table.without([client_column])
     order = np.argsort(words.codes, kind="stable")
-    ends = np.bincount(words.codes, minlength=len(words.levels)).cumsum()
+    ends = np.bincount(words.codes, minlength=len(words.categories)).cumsum()
     parts = np.split(order, ends[:-1])
     return {
         check_client_name(name, table.name): rest.take(rows, name)
-        for name, rows in zip(words.levels, parts, strict=True)
+        for name, rows in zip(words.categories, parts, strict=True)
     }
 
 

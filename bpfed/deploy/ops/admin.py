@@ -21,7 +21,7 @@ from bpfed._util.errors import UserError
 from bpfed._util.files import (
     CONFIG,
     PART,
-    PREPARATION,
+    PREPROCESSING,
     REPORT,
     RUN,
     SERVER,
@@ -34,14 +34,14 @@ from bpfed._util.files import (
 from bpfed.config.reader import Config
 from bpfed.config.registry import PREFIX
 from bpfed.config.settings import MOST_EVALUATED
-from bpfed.data.load import names
-from bpfed.data.tabular.preprocessing import read_preparation
+from bpfed.data.datasets import names
+from bpfed.data.tabular.preprocessing import read_preprocessor
 from bpfed.data.tabular.table import endings
 from bpfed.deploy.ops import certificates, flower, supervise
 from bpfed.deploy.server.server import check_deployment, open_server
 from bpfed.deploy.server.status import STATUS, done, where
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site.data import agreed_preparation
+from bpfed.deploy.site.data import agreed_preprocessor
 from bpfed.engine.federation import suited
 from bpfed.report import RunRecord
 
@@ -74,21 +74,21 @@ def empty(folder: Path) -> bool:
         raise UserError(f"'{folder}' cannot be read ({error.strerror}); choose another folder.") from error
 
 
-def make(folder: Path, plan: Plan, config: Config, preparation: Path | None = None) -> None:
+def make(folder: Path, plan: Plan, config: Config, preprocessing: Path | None = None) -> None:
     """Make the folders of a deployment: certificates, keys, configuration. All are there in the end, or none.
 
     Args:
         folder: Where.
         plan: Who belongs to it.
         config: What is computed.
-        preparation: A file with the preparation that all have agreed on; each part gets a copy.
+        preprocessing: A file with the preprocessing that all have agreed on; each part gets a copy.
     """
     content = b""
-    if preparation is not None:
-        _, digest = read_preparation(preparation)
-        content = preparation.read_bytes()
-        plan = replace(plan, preparation=PREPARATION, preparation_sha256=digest)
-        agreed_preparation(preparation.parent, replace(plan, preparation=preparation.name), config)
+    if preprocessing is not None:
+        _, digest = read_preprocessor(preprocessing)
+        content = preprocessing.read_bytes()
+        plan = replace(plan, preprocessing=PREPROCESSING, preprocessing_sha256=digest)
+        agreed_preprocessor(preprocessing.parent, replace(plan, preprocessing=preprocessing.name), config)
     plan.check()
     if not empty(folder):
         raise UserError(f"'{folder}' holds files already; choose another folder for the deployment.")
@@ -114,7 +114,7 @@ def make(folder: Path, plan: Plan, config: Config, preparation: Path | None = No
             raise
 
 
-def _fill(folder: Path, plan: Plan, config: Config, preparation: bytes) -> None:
+def _fill(folder: Path, plan: Plan, config: Config, preprocessing: bytes) -> None:
     """Write the folders of a deployment into an empty one."""
     server, folders = folder / SERVER, [site_folder(folder, site) for site in plan.sites]
     run = {k: v for k, v in vars(config.run).items() if v is not None}
@@ -124,8 +124,8 @@ def _fill(folder: Path, plan: Plan, config: Config, preparation: bytes) -> None:
         place.mkdir(parents=True)
         place.chmod(0o700)
         write_whole(place / CONFIG, text)
-        if plan.preparation:
-            write_whole(place / plan.preparation, preparation)
+        if plan.preprocessing:
+            write_whole(place / plan.preprocessing, preprocessing)
     plan.write(server)
     certificates.make_server(server, plan.host)
     for site, place in zip(plan.sites, folders, strict=True):

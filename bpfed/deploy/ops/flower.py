@@ -52,7 +52,10 @@ def serve(folder: Path, plan: Plan, say: Say) -> None:
 
     def started() -> None:
         if not healthy(folder, 120.0):
-            raise UserError(f"The server does not answer at {plan.address}; its log says why.")
+            raise UserError(
+                f"The server did not answer at {plan.address} within 120 s; look above for the reason, or start it again if this "
+                "machine is very busy."
+            )
         say("Checking that strangers are refused, by four requests:")
         check_shut(folder, address, plan.port)
         known = certificates.public_keys(folder, plan.sites)

@@ -13,6 +13,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from bpfed import __version__
+from bpfed._util.files import renamed
 from bpfed.config.reader import Config
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchema, Upload, listed
 from bpfed.inference.calibration import HeldOutSlopes
@@ -75,11 +76,11 @@ class Request:
     Attributes:
         fingerprint: Of the configuration.
         run: A word for this run; a site keeps its states by it.
-        round: The round to train in, from 1; 0: only say what data there is (`Reply.facts`).
+        round: The round to train in, from 1; 0: only describe the site's data (`Reply.statement`).
         train: Whether to train.
         evaluate: Whether to test the shared state, which is that after round ``round - 1``.
         counted: The last round in which this site's upload was used; it goes on from its own state of that round.
-        facts: What all sites' data have in common, as JSON.
+        common: What all sites' data have in common, as JSON.
         pilot: Which calibration pilot the round is of, from 1; 0: it is of the run itself.
         calibration_temperature: In the run itself, what calibration pilots have learnt; 1 where there were none.
         candidate: Settings of the method that are tried or were chosen, by their places among those that the site's own
@@ -94,7 +95,7 @@ class Request:
     train: bool = False
     evaluate: bool = False
     counted: int = 0
-    facts: str = ""
+    common: str = ""
     pilot: int = 0
     calibration_temperature: float = 1.0
     candidate: tuple[int, ...] = ()
@@ -108,7 +109,8 @@ class Request:
 
     def write(self, schema: StateSchema | None = None) -> RecordDict:
         """As it travels."""
-        plain = {k: v for k, v in vars(self).items() if k != "shared"} | {"candidate": list(self.candidate)}
+        plain = renamed(vars(self), _ON_THE_WIRE) | {"candidate": list(self.candidate)}
+        del plain["shared"]
         record = RecordDict({"request": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if schema is not None:
             assert self.shared is not None
@@ -121,7 +123,7 @@ class Request:
         plain = _plain(record, "request", _REQUEST)
         if not all(type(place) is int for place in plain["candidate"]):
             raise RejectedMessage("the candidate that it names is not valid.")
-        return cls(**plain | {"candidate": tuple(plain["candidate"])})
+        return cls(**renamed(plain, {"facts": "common"}) | {"candidate": tuple(plain["candidate"])})
 
 
 def shared_of(record: RecordDict, schema: StateSchema) -> State:
@@ -140,7 +142,7 @@ class Reply:
         round: Of the request.
         site: The site's name.
         refused: Why the site did not do what it was asked; empty: it did.
-        facts: What data the site has, as JSON (round 0 only).
+        statement: What data the site has, as JSON (round 0 only).
         train: Number of its training examples.
         seconds: Time it took.
         work: Of these, what training and testing took.
@@ -156,7 +158,7 @@ class Reply:
     round: int
     site: str
     refused: str = ""
-    facts: str = ""
+    statement: str = ""
     train: int = 0
     seconds: float = 0.0
     work: float = 0.0
@@ -168,7 +170,8 @@ class Reply:
 
     def write(self, schema: StateSchema | None = None) -> RecordDict:
         """As it travels."""
-        plain = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "held", "score", "info")}
+        fields = {k: v for k, v in vars(self).items() if k not in ("upload", "sums", "held", "score", "info")}
+        plain = renamed(fields, _ON_THE_WIRE)
         record = RecordDict({"reply": ConfigRecord({"protocol": PROTOCOL, "version": __version__, **plain})})
         if self.upload is not None:
             assert schema is not None
@@ -203,13 +206,13 @@ class Reply:
             pattern: What an upload must look like; None: there must be none.
             form: What sums must look like; None: there must be none.
             most_held: Of how many held-out examples it may tell; below 0: of none.
-            task: Of their data; needed where it may tell of held-out examples.
+            task: Of their data; needed where it may tell of held-out examples or of their score.
             most_scored: Of how many held-out examples it may tell the score of a candidate; below 0: of none.
         """
         allowed = ("reply", *(("upload", "info") if schema else ()), *(("sums",) if form else ()))
         allowed += (*(("held",) if most_held >= 0 else ()), *(("score",) if most_scored >= 0 else ()))
         _only(record, allowed, schema.bytes if schema else 0)
-        plain = _plain(record, "reply", _REPLY)
+        plain = renamed(_plain(record, "reply", _REPLY), {"facts": "statement"})
         if plain["refused"]:
             return cls(**plain)
         if not (0 <= plain["train"] <= MOST and math.isfinite(plain["seconds"]) and math.isfinite(plain["work"])):
@@ -217,7 +220,7 @@ class Reply:
         upload = Upload(schema.read(_part(record, "upload", ArrayRecord))) if schema else None
         sums = _sums(_part(record, "sums", MetricRecord), form) if form else None
         held = _held(_part(record, "held", MetricRecord), most_held, task) if most_held >= 0 and task else None
-        score = _score(_part(record, "score", MetricRecord), most_scored) if most_scored >= 0 else None
+        score = _score(_part(record, "score", MetricRecord), most_scored, task) if most_scored >= 0 and task else None
         info: dict[str, float] = {}
         if schema and "info" in record:
             for name, value in _part(record, "info", MetricRecord).items():
@@ -227,8 +230,7 @@ class Reply:
         return cls(**plain, upload=upload, sums=sums, held=held, score=score, info=info)
 
 
-# Fields have the names that they have on the wire: `facts` are the data statement of a site, and in a request what those
-# of all sites have in common.
+# Names and types of the fields on the wire.
 _REQUEST: dict[str, type] = {
     "fingerprint": str,
     "run": str,
@@ -253,6 +255,8 @@ _REPLY: dict[str, type] = {
     "seconds": float,
     "work": float,
 }
+#: Fields that have another name on the wire.
+_ON_THE_WIRE = {"common": "facts", "statement": "facts"}
 
 
 def size(part: Any) -> int:
@@ -348,12 +352,14 @@ def _held(record: MetricRecord, most: int, task: Task) -> HeldOutSlopes:
     return told
 
 
-def _score(record: MetricRecord, most: int) -> HeldOutScore:
+def _score(record: MetricRecord, most: int, task: Task) -> HeldOutScore:
     examples, nll = record.get("examples"), record.get("nll")
     if set(record) != {"examples", "nll"} or type(examples) is not int or type(nll) is not float:
         raise RejectedMessage("its score of a candidate cannot be read.")
     if not 0 <= examples <= most:
         raise RejectedMessage(f"it reports {examples} held-out examples, but has only {most} in all.")
-    if not (abs(nll) <= LARGEST or nll == math.inf) or (not examples and nll != 0.0):
+    low, high = (end * examples if examples else 0.0 for end in task.nll_range)  # infinite where it is no number
+    near = ROUNDING * (1.0 + examples)
+    if not (abs(nll) <= LARGEST and low - near <= nll <= high + near) and not (examples and nll == math.inf):
         raise RejectedMessage(f"its score of a candidate is {nll}, which is no sum over {examples} examples.")
     return HeldOutScore(examples, nll)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from bpfed._util.files import (
     REPORT,
     SUMMARY,
     append_line,
+    from_json,
     to_json,
     to_json_line,
     to_toml,
@@ -170,8 +170,8 @@ class Journal:
         """What the newest readable checkpoint says beside its tensors; None: there is none."""
         for path in sorted((self.folder / CHECKPOINT).glob("round-*.json"), reverse=True):
             try:
-                record = json.loads(path.read_text())
-                if not path.with_suffix(".safetensors").exists():
+                record = from_json(path.read_bytes())
+                if not isinstance(record, dict) or not path.with_suffix(".safetensors").exists():
                     continue
             except (OSError, ValueError):
                 continue
@@ -279,7 +279,7 @@ class Journal:
         if not path.exists():
             return None
         try:
-            return kind(**json.loads(path.read_text()))
+            return kind(**from_json(path.read_bytes()))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"'{path}' is damaged ({error}); delete it, and the {self.stage.partition(' pilot')[0]} pilot is tested again."

@@ -1,8 +1,8 @@
-"""The sites as the server meets them: which node is which site, who is there, and what each told of its data; and what carries messages to them."""
+"""The sites as the server meets them: which node is which site, who is there, and what each told of its data; and what
+carries messages to them."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,6 +13,7 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from google.protobuf.message import DecodeError
 
+from bpfed._util.files import from_json
 from bpfed._util.text import plain
 from bpfed.data.tabular.preprocessing import whole
 from bpfed.data.tabular.statistics import MOST_CODES, ColumnStatistics, ColumnSummary
@@ -32,19 +33,20 @@ AXES = 4
 
 
 def read_statement(text: str, site: str, ignore: Collection[str] = (), agreed: str = "") -> dict[str, Any]:
-    """What a site tells of its data, as plain data: what `bpfed.deploy.site.data.Source.data_statement` gives, and nothing more.
+    """What a site tells of its data, as plain data: what `bpfed.deploy.site.data.Source.data_statement` gives, and
+    nothing more.
 
     Args:
         text: As it came, JSON.
         site: Who told it.
         ignore: Columns that are no inputs anywhere.
-        agreed: SHA-256 of the preparation that all have agreed on, and then tell nothing of their columns; empty: none.
+        agreed: SHA-256 of the preprocessing that all have agreed on, and then tell nothing of their columns; empty: none.
 
     Raises:
         Refused: It cannot be read, or cannot be true.
     """
     try:
-        told = json.loads(text)
+        told = from_json(text)
         if not _count(told["train"], 1):
             raise ValueError("train")
         if "preparation" in told:
@@ -63,7 +65,7 @@ def read_statement(text: str, site: str, ignore: Collection[str] = (), agreed: s
         raise RejectedMessage("what it sent about its data cannot be read.") from None
     if statement.get("preparation", "") != agreed:
         raise RejectedMessage(
-            "it and the server have not agreed on the same preparation; give all the same file ('preparation' of "
+            "it and the server have not agreed on the same preprocessing; give all the same file ('preprocessing' of "
             "deploy.toml)."
         )
     if "summary" in statement:
@@ -86,8 +88,10 @@ def _check_summary(summary: ColumnStatistics, site: str, target: Any) -> None:
         raise ValueError("client")
     for column in (summary.target, *summary.columns.values()):
         _check_column(column)
-    codes = [column.levels for column in summary.columns.values() if not column.words and column.levels is not None]
-    if not all(len(levels) <= MOST_CODES and all(map(whole, levels)) for levels in codes):
+    codes = [
+        column.categories for column in summary.columns.values() if not column.words and column.categories is not None
+    ]
+    if not all(len(categories) <= MOST_CODES and all(map(whole, categories)) for categories in codes):
         raise ValueError("codes")
     if summary.shape is not None:
         if len(summary.shape) != 3 or not all(_count(n, 1) for n in summary.shape):
@@ -101,8 +105,8 @@ def _check_column(column: ColumnSummary) -> None:
         raise ValueError("count")
     if not (_number(column.mean) and _number(column.squares) and column.squares >= 0.0):
         raise ValueError("mean")
-    if column.levels is not None and not all(isinstance(word, str) for word in column.levels):
-        raise ValueError("levels")
+    if column.categories is not None and not all(isinstance(word, str) for word in column.categories):
+        raise ValueError("categories")
 
 
 def _check_columns(summary: ColumnStatistics, left_out: set[str]) -> None:
@@ -159,7 +163,7 @@ class Roster:
         timeout: Seconds that a site has to introduce itself.
         say: Called with each message for the user.
         ignore: Columns that are no inputs at any site.
-        agreed: SHA-256 of the preparation that all have agreed on; empty: there is none.
+        agreed: SHA-256 of the preprocessing that all have agreed on; empty: there is none.
     """
 
     def __init__(
@@ -240,7 +244,7 @@ class Roster:
             raise RejectedMessage("its key is not that site's.")
         if self.sites[claimed].node not in (None, node):
             raise RejectedMessage("a site of that name is already online.")
-        return read_statement(answer.facts, claimed, self.ignore, self.agreed)
+        return read_statement(answer.statement, claimed, self.ignore, self.agreed)
 
 
 # --- Transport --------------------------------------------------------------------------------------------------------

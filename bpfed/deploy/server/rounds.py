@@ -106,7 +106,7 @@ class Exchange:
                 train=what.train,
                 evaluate=what.test or what.held or what.score,
                 counted=journal.counted.get(site, 0),
-                facts=common,
+                common=common,
                 pilot=journal.pilot,
                 calibration_temperature=1.0
                 if journal.calibration_temperature is None
@@ -296,7 +296,8 @@ class Training:
         self._record(scores)
 
     def held_out(self, transport: Transport) -> tuple[float, int]:
-        """After the last round of a calibration pilot: the calibration temperature that suits what sites hold out, and how many examples."""
+        """After the last round of a calibration pilot: the calibration temperature that suits what sites hold out, and
+        how many examples."""
         told = [answer.held for answer in self._last(transport).values() if answer.held is not None]
         examples = sum(each.examples for each in told)
         if not examples:
@@ -465,7 +466,7 @@ def server_side(
 
 def _known(config: Config, sites: tuple[str, ...], common: Mapping[str, Any]) -> FederatedData:
     """What the server knows of the sites' data, which it does not have."""
-    asked, preparation = config.data, common.get("preparation")
+    asked, preprocessor = config.data, common.get("preparation")
     return without_examples(
         {
             "name": asked.name,
@@ -473,11 +474,11 @@ def _known(config: Config, sites: tuple[str, ...], common: Mapping[str, Any]) ->
             "input_shape": common["shape"],
             "task": common["task"],
             "classes": int(common["classes"]),
-            "labels": () if preparation is None else preparation["labels"],  # of a named dataset no site tells them
+            "labels": () if preprocessor is None else preprocessor["labels"],  # of a named dataset no site tells them
             "partition": asked.partition or SITES,
             "protocol": DEPLOYED,
             "test_fraction": asked.test_fraction,  # None: each site's own; its file may say which rows are for testing
             "seed": config.data_seed,
-            "preparation": preparation,
+            "preparation": preprocessor,
         }
     )

@@ -31,7 +31,7 @@ from bpfed.deploy.server.roster import Roster, SiteStatus, Transport
 from bpfed.deploy.server.rounds import Rule, Training, method_rule, server_side
 from bpfed.deploy.server.status import Status
 from bpfed.deploy.settings import Plan
-from bpfed.deploy.site.data import Agreed, agreed, agreed_preparation, check_sites
+from bpfed.deploy.site.data import Agreed, agreed, agreed_preprocessor, check_sites
 from bpfed.engine.federation import Federation, check_layout, check_run, check_updates, suited
 from bpfed.inference.tasks import get_task, inferred
 from bpfed.nn.networks import make_model
@@ -108,7 +108,7 @@ class Server:
         rule: How uploads become the new state.
         say: Called with each message for the user.
         sleep: Waits so many seconds.
-        agreed: The preparation that all have agreed on beforehand; None: it is made of what sites tell.
+        agreed: The preprocessing that all have agreed on beforehand; None: it is made of what sites tell.
     """
 
     def __init__(
@@ -221,8 +221,10 @@ class Server:
             raise
         self.candidate = choice.chosen
         self.say(choice.words)
-        told = choice.stages[-1][choice.chosen[-1]].examples
-        if silent := [site for site, examples in zip(self.plan.sites, told, strict=True) if not examples]:
+        told = [stage[at].examples > 0 for stage, at in zip(choice.stages, choice.chosen, strict=True)]
+        if silent := [
+            site for site, all_told in zip(self.plan.sites, np.all(told, axis=0), strict=True) if not all_told
+        ]:
             self.say(f"Sites without a score of every candidate had no part in this choice: {', '.join(silent)}.")
 
     def _piloted(self, transport: Transport, common: dict[str, Any], pilot: SelectionPilot) -> FoundScores:
@@ -342,8 +344,8 @@ class Server:
 
     def _agreed(self) -> dict[str, Any]:
         """What the data of the sites that are there have in common."""
-        preparation = self.agreed.preparation if self.agreed else None
-        return {**agreed(self._statements(), self.config, preparation), "sites": len(self.plan.sites)}
+        preprocessor = self.agreed.preprocessor if self.agreed else None
+        return {**agreed(self._statements(), self.config, preprocessor), "sites": len(self.plan.sites)}
 
     def _statements(self) -> dict[str, dict[str, Any]]:
         """What the sites have told of their data, by site."""
@@ -401,4 +403,4 @@ def open_server(folder: Path, say: Callable[[str], None]) -> Server:
     plan = Plan.read(folder)
     config = read(folder / CONFIG)
     keys = public_keys(folder, plan.sites) if (folder / KEYS).is_dir() else None
-    return Server(folder / RUN, plan, config, keys, say=say, agreed=agreed_preparation(folder, plan, config))
+    return Server(folder / RUN, plan, config, keys, say=say, agreed=agreed_preprocessor(folder, plan, config))

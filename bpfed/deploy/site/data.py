@@ -1,7 +1,8 @@
 """A site's examples: its own file, or its part of a named dataset; and what sites tell each other about theirs.
 
-Before the first round every site tells the server its `Source.data_statement`; the server makes of them what all have in common
-(`agreed`) and sends that along, and only then can a site turn its rows into inputs as all others do (`Source.data`).
+Before the first round every site tells the server its `Source.data_statement`; the server makes of them what all have
+in common (`agreed`) and sends that along, and only then can a site turn its rows into inputs as all others do
+(`Source.data`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from bpfed._util.text import spelling
 from bpfed.config.reader import Config
 from bpfed.data.checks.column_types import coded, doubts, telling
 from bpfed.data.checks.spelling import check_spelling
+from bpfed.data.datasets import names
 from bpfed.data.federated import FederatedData
 from bpfed.data.holdout import Holdout
-from bpfed.data.load import names
 from bpfed.data.tabular.combine import combine, ordered
 from bpfed.data.tabular.federate import TEST_FRACTION, check_column, examples, find_target, held_out, not_inputs
-from bpfed.data.tabular.preprocessing import Preprocessor, gathered, meant, read_preparation
+from bpfed.data.tabular.preprocessing import Preprocessor, gathered, meant, read_preprocessor
 from bpfed.data.tabular.recode import NOTHING, Recoding
 from bpfed.data.tabular.statistics import MOST_WHOLE, ColumnStatistics, client_summary, released
 from bpfed.data.tabular.table import SPLIT, ArrayOptions, Categorical, Table, column_names, read_table
@@ -45,9 +46,9 @@ FAR = 1e6
 
 
 class Agreed(NamedTuple):
-    """A preparation that all have agreed on in a file, and the file's SHA-256."""
+    """Preprocessing that all have agreed on, from a file, and the file's SHA-256."""
 
-    preparation: Preprocessor
+    preprocessor: Preprocessor
     digest: str
 
 
@@ -81,10 +82,10 @@ class Part:
     def __init__(self, site: str, sites: tuple[str, ...], config: Config, data_dir: DataDir = None) -> None:
         whole = part_of(config, len(sites), data_dir)
         client = site if set(sites) == set(whole.clients) else whole.clients[sites.index(site)]
-        own, made = one_client(whole, client), whole.preparation
+        own, made = one_client(whole, client), whole.preprocessor
         if made is not None and client in made.local:
             made = replace(made, local={site: made.local[client]})
-        self.own = replace(own, clients=(site,), preparation=made)
+        self.own = replace(own, clients=(site,), preprocessor=made)
         self.notes: tuple[str, ...] = ()
 
     def data_statement(self) -> dict[str, Any]:
@@ -132,7 +133,7 @@ class File:
     ) -> None:
         self.site, self.config, self.limits, self.agreed = site, config, limits, agreed
         asked, self.by = config.data, Holdout.of(config.data.holdout)
-        self.recoding, known = Recoding.of(**asked.recoding), agreed.preparation.words if agreed else ()
+        self.recoding, known = Recoding.of(**asked.recoding), agreed.preprocessor.words if agreed else ()
         words = (*known, *(self.by.words if self.by else ()), *self.recoding.words)
         ignore, missing = not_inputs(asked.ignore, self.by), column_names(asked.missing)
         arrays = ArrayOptions.of(asked.input, asked.image_size)
@@ -142,8 +143,8 @@ class File:
         self.task = asked.task
         self.ignore = tuple(ignore)
         self.notes: list[str] = []
-        aim = agreed.preparation.target if agreed else asked.targets
-        self.table = gathered(self.table, aim, agreed.preparation.task if agreed else asked.task)
+        aim = agreed.preprocessor.target if agreed else asked.targets
+        self.table = gathered(self.table, aim, agreed.preprocessor.task if agreed else asked.task)
         self.target = find_target({site: self.table}, aim)
         if self.by is not None:
             check_column(self.by, self.target)
@@ -152,7 +153,7 @@ class File:
         if agreed is None:
             _check_told(self.table.without(self.ignore), path, self.target, column_names(asked.ignore))
         else:
-            self.task = agreed.preparation.task
+            self.task = agreed.preprocessor.task
         fraction = TEST_FRACTION if asked.test_fraction is None else asked.test_fraction
         test = held_out(
             self.table, self.target, site, task=self.task, test_fraction=fraction, seed=self.seed, by=self.by
@@ -161,10 +162,10 @@ class File:
         if not len(self.train):
             raise UserError(f"'{path}' has no row left for training; give it more rows.")
         if agreed is not None:
-            agreed.preparation.targets(self.table)  # says which row does not suit it
+            agreed.preprocessor.targets(self.table)  # says which row does not suit it
             some = self.table if self.table.images is None else self.table.take(np.arange(1))
-            agreed.preparation.alone(site).inputs(some, site)
-            self._facts: dict[str, Any] = {
+            agreed.preprocessor.alone(site).inputs(some, site)
+            self._statement: dict[str, Any] = {
                 "preparation": agreed.digest,
                 "target": self.target,
                 "train": len(self.train),
@@ -174,8 +175,8 @@ class File:
             raise UserError(
                 f"'{path}' has {len(self.train)} training rows, fewer than the {limits.minimum} (minimum in this site's "
                 "deploy.toml) that statistics of its columns must be of, so the site does not join; give it more rows, or "
-                "agree with all sites on a preparation made without its data ('bpfed data prepare', then 'bpfed deploy "
-                "init --preparation FILE')."
+                "agree with all sites on preprocessing made without its data ('bpfed data prepare', then 'bpfed deploy "
+                "init --preprocessing FILE')."
             )
         whole = client_summary(self.train, self.target, client=site, task=self.task, ignore=self.ignore)
         summary, why = released(whole, self.train, self.target, limits.minimum)
@@ -186,11 +187,11 @@ class File:
                 "such words count as one group, and such whole numbers are numbers without an input of their own; rows with "
                 "such classes are left out unless other sites have the class."
             )
-        self._facts = {"summary": summary.record(), "target": self.target, "train": len(self.train)}
+        self._statement = {"summary": summary.record(), "target": self.target, "train": len(self.train)}
         if told is not None:
-            self._facts = told_before(told, self._facts, limits.minimum, self.notes.append)
+            self._statement = told_before(told, self._statement, limits.minimum, self.notes.append)
         # What all sites have in common is longer than what one tells, and goes along with every message.
-        if len(self.table.columns) > MANY and (told_bytes := len(json.dumps(self._facts))) > BESIDE // 2:
+        if len(self.table.columns) > MANY and (told_bytes := len(json.dumps(self._statement))) > BESIDE // 2:
             raise UserError(
                 f"'{path}' has {len(self.table.columns)} columns, and what a deployment has to tell of them takes "
                 f"{told_bytes} bytes of at most {BESIDE // 2}; leave some out with --ignore when the deployment is made "
@@ -198,7 +199,7 @@ class File:
             )
 
     def data_statement(self) -> dict[str, Any]:
-        return dict(self._facts)
+        return dict(self._statement)
 
     def data(self, common: Mapping[str, Any]) -> FederatedData:
         if "preparation" not in common:
@@ -207,42 +208,42 @@ class File:
         try:
             found = Preprocessor.from_record(common["preparation"])
         except (UserError, TypeError, ValueError):
-            raise RejectedMessage("its preparation cannot be read.") from None
+            raise RejectedMessage("its preprocessing cannot be read.") from None
         if self.agreed is not None:
-            here = replace(self.agreed.preparation, missing=())
+            here = replace(self.agreed.preprocessor, missing=())
             if replace(found, local={}, missing=(), recoding=NOTHING).record() != here.record():
                 raise RejectedMessage(
-                    "its preparation is not the one that this site has agreed to ('preparation' of its deploy.toml)."
+                    "its preprocessing is not the one that this site has agreed to ('preprocessing' of its deploy.toml)."
                 )
             train, test = self.train, self.test
         else:
             try:
                 self._check(found)
             except (TypeError, ValueError, AttributeError):  # what should be a name, a number or a list is none
-                raise RejectedMessage("its preparation cannot be read.") from None
+                raise RejectedMessage("its preprocessing cannot be read.") from None
             train, test = self._known(found)
         by = None if self.by is None else str(self.by)
-        preparation = replace(found, local={}, own={}, missing=said, recoding=self.recoding, holdout=by)
-        preparation = replace(preparation, resized=self.config.data.image_size is not None)
-        if preparation.shape is None:
-            mine = client_summary(train, self.target, client=self.site, task=preparation.task, ignore=self.ignore)
-            preparation = preparation.judged_by([mine])
-        if preparation.standardise == "local":
-            preparation = preparation.joined(self.site, train)
+        preprocessor = replace(found, local={}, own={}, missing=said, recoding=self.recoding, holdout=by)
+        preprocessor = replace(preprocessor, resized=self.config.data.image_size is not None)
+        if preprocessor.shape is None:
+            mine = client_summary(train, self.target, client=self.site, task=preprocessor.task, ignore=self.ignore)
+            preprocessor = preprocessor.judged_by([mine])
+        if preprocessor.standardise == "local":
+            preprocessor = preprocessor.joined(self.site, train)
         return FederatedData(
             name=self.config.data.name,
             clients=(self.site,),
-            train=examples(preparation, [(self.site, train)], self.seed, self.by),
-            test=examples(preparation, [(self.site, test)], self.seed),
-            task=preparation.task,
-            classes=len(preparation.labels),
-            labels=preparation.labels,
-            preparation=preparation,
-            notes=(*doubts({self.site: self.table}, preparation), *coded(preparation)),
+            train=examples(preprocessor, [(self.site, train)], self.seed, self.by),
+            test=examples(preprocessor, [(self.site, test)], self.seed),
+            task=preprocessor.task,
+            classes=len(preprocessor.labels),
+            labels=preprocessor.labels,
+            preprocessor=preprocessor,
+            notes=(*doubts({self.site: self.table}, preprocessor), *coded(preprocessor)),
         )
 
     def _check(self, found: Preprocessor) -> None:
-        """Refuse a preparation that is not of what this site has told: its own columns and classes, as they are.
+        """Refuse preprocessing that is not of what this site has told: its own columns and classes, as they are.
 
         Others can add columns, words and classes, but not take this site's away, nor make others of them. What the site
         hears of this names its columns; what the server hears does not.
@@ -251,7 +252,7 @@ class File:
         own = {f.name for f in found.features} & {self.target, SPLIT, *self.ignore}
         if found.target != self.target or own:
             raise RejectedMessage("it would predict another column, or from columns that are left out here.")
-        asked, told = self.config.data, ColumnStatistics.from_record(self._facts["summary"])
+        asked, told = self.config.data, ColumnStatistics.from_record(self._statement["summary"])
         numbers, words = not told.target.words, told.target.words
         classes = found.task_type.has_classes
         if (
@@ -262,7 +263,7 @@ class File:
             raise self._other("its task or its way to standardise is another")
         if len(found.labels) > self.limits.classes:
             raise RejectedMessage(
-                f"its preparation has {len(found.labels)} classes; 'classes' of this site's deploy.toml is "
+                f"its preprocessing has {len(found.labels)} classes; 'classes' of this site's deploy.toml is "
                 f"{self.limits.classes}."
             )
         if why := found.fault():
@@ -270,8 +271,8 @@ class File:
         if found.shape != told.shape:
             raise self._other("its images have another shape")
         if classes:
-            levels = set(told.target.levels or ())
-            absent = levels - set(found.labels) - (meant(levels, found.labels).keys() if numbers else set())
+            categories = set(told.target.categories or ())
+            absent = categories - set(found.labels) - (meant(categories, found.labels).keys() if numbers else set())
             if absent:
                 raise self._other(f"it lacks the classes {quoted(sorted(absent))}")
             if found.labels != ordered(found.labels):
@@ -284,37 +285,41 @@ class File:
         for name, column in told.columns.items():
             feature = features.get(name)
             if feature is None:
-                if column.scale or len(column.levels or ()) > 1:
+                if column.scale or len(column.categories or ()) > 1:
                     raise self._other(f"it lacks the column '{name}'")
             elif column.count and told.shape is None:
                 if (feature.kind == "words") is not column.words:
                     raise self._other(f"'{name}' is of another kind")
-                if (feature.kind == "words" or feature.coded) and set(column.levels or ()) - set(feature.levels):
+                if (feature.kind == "words" or feature.coded) and set(column.categories or ()) - set(
+                    feature.categories
+                ):
                     raise self._other(f"it lacks words of '{name}'")
-                if feature.coded and (column.levels is None or asked.codes == "number"):
+                if feature.coded and (column.categories is None or asked.codes == "number"):
                     raise self._other(f"'{name}' is no column of codes")
                 if column.scale and not _near(feature.scale, column.scale):
                     raise self._other(f"the spread of '{name}' is {feature.scale:g}, and here {column.scale:g}")
-        if any(f.levels != (ordered(f.levels) if f.coded else tuple(sorted(f.levels))) for f in found.features):
+        if any(
+            f.categories != (ordered(f.categories) if f.coded else tuple(sorted(f.categories))) for f in found.features
+        ):
             raise self._other("the words of a column are not in order")
 
     def _other(self, why: str) -> RejectedMessage:
-        """Of a preparation that cannot have come of what this site told."""
-        self.notes.append(f"The server's preparation was refused, compared with what this site has told: {why}.")
+        """Of preprocessing that cannot have come of what this site told."""
+        self.notes.append(f"The server's preprocessing was refused, compared with what this site has told: {why}.")
         return RejectedMessage(
-            "its preparation does not hold the columns and classes that this site has told, as they are; start a new run "
-            "while all sites are online, or agree on a preparation ('bpfed deploy init --preparation')."
+            "its preprocessing does not hold the columns and classes that this site has told, as they are; start a new run "
+            "while all sites are online, or agree on the preprocessing ('bpfed deploy init --preprocessing')."
         )
 
-    def _known(self, preparation: Preprocessor) -> tuple[Table, Table]:
+    def _known(self, preprocessor: Preprocessor) -> tuple[Table, Table]:
         """The rows to train on and to test, without those of classes that no site has often enough to tell."""
-        if not preparation.task_type.has_classes:
+        if not preprocessor.task_type.has_classes:
             return self.train, self.test
         parts = []
         for table in (self.train, self.test):
             found = table.words(self.target)
             numbers = set() if isinstance(table.column(self.target), Categorical) else set(found)
-            known = {*preparation.labels, *meant(numbers, preparation.labels)}
+            known = {*preprocessor.labels, *meant(numbers, preprocessor.labels)}
             parts.append(table.take(np.array([word in known for word in found], dtype=bool)))
         train, test = parts
         if not len(train):
@@ -386,22 +391,22 @@ def told_before(path: Path, statement: Mapping[str, Any], minimum: int, say: Cal
 
 
 def agreed(
-    statements: Mapping[str, Mapping[str, Any]], config: Config, preparation: Preprocessor | None = None
+    statements: Mapping[str, Mapping[str, Any]], config: Config, preprocessor: Preprocessor | None = None
 ) -> dict[str, Any]:
     """What the sites' data have in common, from what each told.
 
     Args:
         statements: By site, as `bpfed.deploy.server.roster.read_statement` let them in.
         config: What is computed.
-        preparation: What all have agreed on beforehand, if they have.
+        preprocessor: What all have agreed on beforehand, if they have.
 
     Raises:
         UserError: They cannot be brought together.
     """
     longest = max(int(told["train"]) for told in statements.values())
-    if preparation is not None:
-        _target({**statements, "the preparation": {"target": preparation.target}})
-        return _of_tables(preparation, longest)
+    if preprocessor is not None:
+        _target({**statements, "the preprocessing": {"target": preprocessor.target}})
+        return _of_tables(preprocessor, longest)
     summaries = [ColumnStatistics.from_record(told["summary"]) for told in statements.values() if "summary" in told]
     if summaries and len(summaries) == len(statements):
         asked = config.data
@@ -447,18 +452,18 @@ def _of_tables(made: Preprocessor, longest: int) -> dict[str, Any]:
 
 def _check_enough(summaries: Sequence[ColumnStatistics], task: str | None) -> None:
     """Refuse tables of which too little is told: what is of few rows is withheld, see `released`."""
-    fixes = "give sites more rows, or agree on a preparation ('bpfed deploy init --preparation FILE')"
+    fixes = "give sites more rows, or agree on the preprocessing ('bpfed deploy init --preprocessing FILE')"
     columns, told = [c for s in summaries for c in s.columns.values()], {s.client: s.target for s in summaries}
     if columns and not any(column.count for column in columns):
         raise UserError(f"No site tells of any column, as too few rows have values that differ; {fixes}.")
     if not any(aim.count for aim in told.values()):
         raise UserError(f"No site tells of its targets, as too few rows differ; {fixes}.")
-    classes = {site: aim.levels for site, aim in told.items() if aim.count and aim.levels is not None}
-    numbers = [site for site, aim in told.items() if aim.count and aim.levels is None]
+    classes = {site: aim.categories for site, aim in told.items() if aim.count and aim.categories is not None}
+    numbers = [site for site, aim in told.items() if aim.count and aim.categories is None]
     if classes and not numbers and not any(classes.values()):
         raise UserError(f"No site has enough training rows of a class to tell of it; {fixes}.")
     words = any(aim.words for aim in told.values())
-    many = len({level for levels in classes.values() for level in levels or ()}) > MOST_WHOLE
+    many = len({category for categories in classes.values() for category in categories or ()}) > MOST_WHOLE
     if task is None and not words and classes and (numbers or many):
         raise UserError(
             f"The targets of site '{next(iter(classes))}' may be classes, so it tells no mean of them, but those of all "
@@ -475,16 +480,16 @@ def check_sites(statements: Mapping[str, Mapping[str, Any]], common: Mapping[str
     """
     if "preparation" not in common:
         return []
-    preparation = Preprocessor.from_record(common["preparation"])
-    found = [*check_spelling(preparation), *coded(preparation)]
+    preprocessor = Preprocessor.from_record(common["preparation"])
+    found = [*check_spelling(preprocessor), *coded(preprocessor)]
     lacking: dict[str, list[str]] = {}
-    for site, told in statements.items() if preparation.shape is None else ():
+    for site, told in statements.items() if preprocessor.shape is None else ():
         # Of a site that came late, nobody knows yet whether it has a file.
         summary = told.get("summary")
         columns = summary.get("columns") if isinstance(summary, dict) else None
         # What is only spelt otherwise is told above.
         here = {spelling(name) for name in columns} if isinstance(columns, dict) else set()
-        for name in (f.name for f in preparation.features if here and spelling(f.name) not in here):
+        for name in (f.name for f in preprocessor.features if here and spelling(f.name) not in here):
             lacking.setdefault(name, []).append(site)
     if lacking:
         told_of = first_of([f"'{name}' at {quoted(sites)}" for name, sites in lacking.items()])
@@ -517,26 +522,26 @@ def one_client(data: FederatedData, client: str) -> FederatedData:
     return replace(data, clients=(client,), train=data.train.select(who), test=data.test.select(who))
 
 
-def agreed_preparation(folder: Path, plan: Plan, config: Config) -> Agreed | None:
-    """The preparation that a part of a deployment has agreed to; None: none is named.
+def agreed_preprocessor(folder: Path, plan: Plan, config: Config) -> Agreed | None:
+    """The preprocessing that a part of a deployment has agreed to; None: none is named.
 
     Raises:
         UserError: It cannot be read, is not the one that was agreed to, or does not go with the configuration.
     """
-    if not plan.preparation:
+    if not plan.preprocessing:
         return None
-    path = folder / plan.preparation
-    made, digest = read_preparation(path)
-    if digest != plan.preparation_sha256:
+    path = folder / plan.preprocessing
+    made, digest = read_preprocessor(path)
+    if digest != plan.preprocessing_sha256:
         raise UserError(
-            f"'{path}' is not the preparation that was agreed to: its SHA-256 is {digest}, and preparation_sha256 of "
-            f"'{folder / PLAN}' is '{plan.preparation_sha256}'; restore the file."
+            f"'{path}' is not the preprocessing that was agreed to: its SHA-256 is {digest}, and preprocessing_sha256 of "
+            f"'{folder / PLAN}' is '{plan.preprocessing_sha256}'; restore the file."
         )
     return Agreed(_checked(made, config, path), digest)
 
 
 def _checked(made: Preprocessor, config: Config, path: Path) -> Preprocessor:
-    """The preparation, if it does what the configuration says."""
+    """The preprocessing, if it does what the configuration says."""
     asked = config.data
     for key, wanted, found in (
         ("target", asked.targets, made.target),

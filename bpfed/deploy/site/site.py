@@ -31,6 +31,7 @@ from bpfed._util.files import (
     RUN,
     STATES,
     clear_parts,
+    from_json,
     lock,
     sync_folder,
     when_full,
@@ -39,13 +40,13 @@ from bpfed._util.files import (
 )
 from bpfed.config.reader import Config, read
 from bpfed.config.registry import allowing
+from bpfed.data.datasets import names
 from bpfed.data.federated import HELD, parted
-from bpfed.data.load import names
 from bpfed.deploy.logs import fail, warn
 from bpfed.deploy.protocol.messages import MOST, HeldOutScore, Reply, Request, fingerprint, shared_of
 from bpfed.deploy.protocol.state_schema import RejectedMessage, StateSchemas, Upload, schemas
 from bpfed.deploy.settings import Limits, Plan
-from bpfed.deploy.site.data import TOLD, File, Part, Source, agreed_preparation
+from bpfed.deploy.site.data import TOLD, File, Part, Source, agreed_preprocessor
 from bpfed.deploy.site.limits import LocalPrivacy, Requests, check_candidate, check_request, most_pilots
 from bpfed.engine.evaluate import evaluate_clients
 from bpfed.engine.federation import Federation
@@ -295,7 +296,7 @@ class Site:
         """A federation of this client alone, as it was after the round before the one that is asked for."""
         if not request.of_pilot:
             self._forget_pilots()
-        wanted = request.facts, request.pilot, request.candidate, request.fold
+        wanted = request.common, request.pilot, request.candidate, request.fold
         if self._federation is None or self._federation[0] != wanted:
             self._federation = wanted, self._start(request)
         federation = self._federation[1]
@@ -321,7 +322,7 @@ class Site:
 
     def _start(self, request: Request) -> Federation:
         try:
-            common: dict[str, Any] = json.loads(request.facts)
+            common: dict[str, Any] = from_json(request.common)
             sites, longest = common["sites"], common["longest"]
         except (ValueError, TypeError, KeyError):
             raise RejectedMessage("what it sent about the sites' data cannot be read.") from None
@@ -520,11 +521,11 @@ def open_site(folder: Path, say: Callable[[str], None], data: str | None = None)
 def _opened(folder: Path, plan: Plan, config: Config, say: Callable[[str], None], remember: bool) -> Site:
     wanted = plan.data
     source: Source
-    limits, agreed = plan.limits, agreed_preparation(folder, plan, config)
+    limits, agreed = plan.limits, agreed_preprocessor(folder, plan, config)
     if wanted in names():
         if agreed is not None:
             raise UserError(
-                f"This deployment has agreed on a preparation of files, so '{wanted}' is of no use; give a file."
+                f"This deployment has agreed on the preprocessing of files, so '{wanted}' is of no use; give a file."
             )
         if wanted != config.data.name:
             raise UserError(

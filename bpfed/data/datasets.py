@@ -1,4 +1,4 @@
-"""Load: a dataset by its name, distributed over clients and split into training and test examples."""
+"""Datasets: one by its name, distributed over clients and split into training and test examples."""
 
 from __future__ import annotations
 
