@@ -331,13 +331,13 @@ def test_pages_rendered_twice_are_the_same(recipe_pages: tuple[Path, Path]) -> N
 
 
 def test_our_pages_say_what_our_results_say() -> None:
-    """What `bpfed paper render` would write into README, the recipe and the audit is there already."""
+    """What `python -m experiments render` would write into README, the recipe and the audit is there already."""
     made = render_tables(Results.read(ROOT / "results"), ROOT / "results", ROOT / "docs")
     others = {"digits.md", "hospitals.md", "accelerometers.md", "audit.md", "recipe-details.md", "recipe-search.md"}
-    others |= {"tables.md", "dirichlet.md", "many-classes.md", "cifar100-features.md", "honest-sets.md"}
+    others |= {"tables.md", "dirichlet.md", "many-classes.md", "cifar100-features.md", "honest-sets.md", "tweets.md"}
     assert {path.name for path in made} == {"README.md", "headline.md", *others}
     for path, text in made.items():
-        assert path.read_text() == text, f"{path.name}: run 'bpfed paper render'"
+        assert path.read_text() == text, f"{path.name}: run 'python -m experiments render'"
 
 
 @pytest.mark.parametrize(
