@@ -178,12 +178,13 @@ def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(cli
     examples = Examples.of(parts)
     data = FederatedData("alike", tuple(f"c{i}" for i in range(clients)), examples, examples, "regression")
     method = Adaptive(temperature=1.0, deviation=tau, head_deviation=tau, sigma_temperature=kappa, lr=0.02)
-    settings = Settings(rounds=100, epochs=20, batch=30, compile="off", device="cpu")
+    rounds = 100 if kappa == 1.0 else 300  # narrower widths are farther from where they start
+    settings = Settings(rounds=rounds, epochs=20, batch=30, compile="off", device="cpu")
     federation = Federation.start(method, data, settings, nn.Linear(2, 1), Normal(NOISE, learnt=False))
     simulator = Simulator([federation])
     for _ in range(settings.rounds):
         simulator.round()
-    found = federation.model.layout.unflatten(federation.personal(torch.arange(clients)).deviation.sigma[0])
+    found = federation.model.layout.unflatten(federation.personal(torch.arange(clients)).deviation.sigma.mean(0))
     counted = 1 if tau else clients
     expected = (counted * x.square().sum(0) / NOISE**2 / kappa + 2.0).rsqrt()
     torch.testing.assert_close(found["weight"][0], expected, rtol=0.03, atol=0)
