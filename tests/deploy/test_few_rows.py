@@ -389,12 +389,13 @@ def test_a_site_refuses_codes_that_it_has_not(tmp_path):
     source = made.sites["a"].source
     common = agreed({name: site.source.data_statement() for name, site in made.sites.items()}, made.config)
     assert source.data(common).preprocessor.input_names[2:] == ("ward", *(f"ward = {code}" for code in CODES))
-    for categories in (CODES[1:], CODES[::-1], ("1.5", *CODES)):
+    told = "does not hold the columns and classes that this site has told"
+    for categories, words in ((CODES[1:], told), (CODES[::-1], told), (("1.5", *CODES), "cannot be read")):
         changed = json.loads(json.dumps(common))
-        next(f for f in changed["preparation"]["features"] if f["name"] == "ward")["levels"] = categories
-        with pytest.raises(RejectedMessage, match="does not hold the columns and classes that this site has told"):
+        next(f for f in changed["preparation"]["features"] if f["name"] == "ward")["levels"] = list(categories)
+        with pytest.raises(RejectedMessage, match=words):
             source.data(changed)
-    next(f for f in common["preparation"]["features"] if f["name"] == "age")["levels"] = ("40", "41", "42")
+    next(f for f in common["preparation"]["features"] if f["name"] == "age")["levels"] = ["40", "41", "42"]
     with pytest.raises(RejectedMessage, match="does not hold the columns"):
         source.data(common)
 

@@ -665,7 +665,8 @@ def test_bounds_by_rank_rise_with_the_level_and_survive_their_record(seed, sizes
     assert all(bool(bounds[:, 2].isinf().all()) for bounds in found)
     for bounds, level in zip(found, (0.3, 0.5, 0.8), strict=True):
         assert torch.equal(again.thresholds(level), bounds)
-        assert all(torch.equal(again.client(i)[1].bounds(level), bounds[i]) for i in range(len(sizes)))
+        for i in range(len(sizes)):  # one client's alone, where the last bit may be rounded in another way
+            torch.testing.assert_close(again.client(i)[1].bounds(level), bounds[i], rtol=1e-12, atol=0.0)
     assert again.unknown is not None
     assert again.unknown.bounds(0.5).shape == (3,)
     wrong = {
