@@ -59,7 +59,8 @@ class OrderedClasses(Classification):
         except ValueError as error:
             word = str(error).rpartition(": ")[2]
             return (
-                f"has the class {word}, whose place in the order is not known; write classes as numbers in their order."
+                f"has the class {word}, whose place in the order is not known; write classes as numbers in their order, "
+                "or say the numbers with --map, as in --map 'COLUMN:low=1,high=2'."
             )
         return ""
 

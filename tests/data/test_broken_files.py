@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "a number too large for anything": (text(GOOD + "1e999,f,no\n"), "infinite number"),
     "text of its own in every row": (
         text("note,y\n" + "".join(f"patient w{k},{'no' if k % 2 else 'yes'}\n" for k in range(300))),
-        "'note' of .* different words",
+        "'note' of .* different words.*, or use --dates for dates or --text for free text",
     ),
     "several columns of text": (
         text("note,who,y\n" + "".join(f"a w{k},P{k % 150},{'no' if k % 2 else 'yes'}\n" for k in range(300))),

@@ -305,6 +305,11 @@ def visits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+def test_the_column_of_times_cannot_be_an_input_as_well(visits: Path) -> None:
+    with pytest.raises(UserError, match=r"Column 'seen' is what rows are held out by .* leave it out of --dates"):
+        load(f"folder:{visits}", target="ill", ignore="patient", dates="seen", holdout="time:seen")
+
+
 @pytest.mark.parametrize("holdout", ["time:seen", "group:patient"])
 def test_a_run_keeps_it_and_its_test_rows_are_found_again(visits: Path, command: Command, holdout: str) -> None:
     other = "patient" if holdout == "time:seen" else "seen"

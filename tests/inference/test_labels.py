@@ -134,6 +134,7 @@ def test_a_table_of_labels_and_one_of_grades_are_trained_reported_and_predicted(
     (tables / "b.csv").write_text("u,grade\n1,low\n2,high\n3,low\n4,high\n")
     said = command("run", *data, "--target", "grade", "--task", "ordinal", *FLAGS, "--out", tmp_path / "x").sentence
     assert "whose place in the order is not known" in said
+    assert "--map 'COLUMN:low=1,high=2'" in said
 
 
 class Tagger(nn.Module):

@@ -160,6 +160,10 @@ def federate(
     _ignored(tables, ignore)
     if by is not None:
         check_column(by, target)
+        if by.column in recoding.dates:
+            raise UserError(
+                f"Column '{by.column}' is what rows are held out by (--holdout) and so no input; leave it out of --dates."
+            )
         by.check(tables, name)
     left_out = not_inputs(ignore, by)
     for client in clients:

@@ -288,16 +288,17 @@ def check_words(tables: Sequence[Table], ignore: Iterable[str] = ()) -> None:
 def too_many(found: Mapping[str, int], where: str, ignore: Iterable[str] = ()) -> UserError:
     """A `UserError` for columns with more words than a category may have, given with their number; see `check_words`."""
     left = f"--ignore '{','.join((*ignore, *found))}'"
+    learn = "use --dates for dates or --text for free text"
     if len(found) == 1:
         ((name, number),) = found.items()
         return UserError(
             f"Column '{name}' of {where} has {number} different words, more than the limit of {MOST_CATEGORIES}; leave it "
-            f"out with {left}, or make it numeric."
+            f"out with {left}, or {learn}."
         )
     numbers = ", ".join(map(str, found.values()))
     return UserError(
         f"Columns {quoted(list(found), len(found))} of {where} have {numbers} different words, more than the limit of "
-        f"{MOST_CATEGORIES}; leave them out with {left}, or make them numeric."
+        f"{MOST_CATEGORIES}; leave them out with {left}, or {learn}."
     )
 
 
