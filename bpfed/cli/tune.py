@@ -14,7 +14,7 @@ from bpfed._util.console import Console
 from bpfed._util.errors import UserError
 from bpfed._util.text import typed
 from bpfed.cli import terminal
-from bpfed.cli.flags import ConfigFile, DataDir, MethodName, Quiet, with_schema
+from bpfed.cli.flags import ConfigFile, DataDir, Quiet, with_schema
 from bpfed.cli.run import RUNS, data_word, loading, overrides
 from bpfed.cli.terminal import PATIENCE
 from bpfed.config.registry import check_data, check_method, located
@@ -34,7 +34,14 @@ BEST = "best.toml"
 @with_schema
 def tune(
     config: ConfigFile = None,
-    method: MethodName = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Method (see 'bpfed methods'). \\[default: bpfed-recipe; a run on tables chooses the settings of "
+            "bpfed-adaptive by itself]",
+            show_default=False,
+        ),
+    ] = None,
     grid: Annotated[
         list[str] | None,
         typer.Option(
