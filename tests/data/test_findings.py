@@ -273,3 +273,13 @@ def test_numbers_with_decimal_commas_are_said_of_the_file_that_has_them(tmp_path
         write(tmp_path / f"{client}.csv", {"x": numbers, "z": list(range(40)), "y": ["u", "v"] * 20})
     tables, _, _ = survey(tmp_path, Asked(target="y"))
     assert [f.file for f in examine(tables, Asked(target="y")) if "written as words" in f.what] == ["b.csv"]
+
+
+def test_free_text_in_which_every_value_differs_may_also_be_read() -> None:
+    notes = [f"came by foot with pain number {k} in the left arm" for k in range(60)]
+    names = [f"patient-{k}" for k in range(60)]
+    rows = {"a": np.arange(60.0), "note": Categorical.of(notes), "who": Categorical.of(names)}
+    tables = {client: Table(client, 60, {**rows, "y": Categorical.of(["no", "yes"] * 30)}) for client in "xy"}
+    said = {one.column: one.do for one in examine(tables, Asked(target="y")) if "identifier" in one.what}
+    assert "--text 'note'" in said["note"]
+    assert "--text" not in said["who"]

@@ -226,9 +226,11 @@ def _special(tables: Mapping[str, Table], name: str) -> Finding | None:
         written = [who for who, column in held.items() if isinstance(column, Categorical)]
         said = finding(f"has numbers that are written as words, such as '{such}'", "write them as 1234.5", "")
         return said._replace(file=file_of(tables[written[0]], written[0])) if len(written) == 1 else said
+    wordy = len(words) > MANY and np.mean([len(word.split()) for word in words]) >= WORDY
     if identity:
-        return finding("looks like an identifier: nearly every value is different", leave)
-    if words and len(words) > MANY and np.mean([len(word.split()) for word in words]) >= WORDY:
+        read = f", or --text '{name}' to learn from its words" if wordy else ""
+        return finding("looks like an identifier: nearly every value is different", leave + read)
+    if wordy:
         return finding("is free text", f"use --text '{name}' to learn from its words, else --ignore", "text")
     if names_client(columns):
         return finding("is the same in all rows of a client, as if it named the client", leave)
