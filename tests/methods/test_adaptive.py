@@ -178,7 +178,8 @@ def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(cli
     examples = Examples.of(parts)
     data = FederatedData("alike", tuple(f"c{i}" for i in range(clients)), examples, examples, "regression")
     method = Adaptive(temperature=1.0, deviation=tau, head_deviation=tau, sigma_temperature=kappa, lr=0.02)
-    rounds = 100 if kappa == 1.0 else 300  # narrower widths are farther from where they start
+    rounds = 200 if kappa == 1.0 else 300  # narrower widths are farther from where they start
+    torch.manual_seed(0)  # of the first weights
     settings = Settings(rounds=rounds, epochs=20, batch=30, compile="off", device="cpu")
     federation = Federation.start(method, data, settings, nn.Linear(2, 1), Normal(NOISE, learnt=False))
     simulator, last = Simulator([federation]), []
@@ -189,7 +190,7 @@ def test_the_width_of_a_weight_is_that_of_the_pooled_or_of_the_own_posterior(cli
     found = federation.model.layout.unflatten(torch.stack(last).mean(0))
     counted = 1 if tau else clients
     expected = (counted * x.square().sum(0) / NOISE**2 / kappa + 2.0).rsqrt()
-    torch.testing.assert_close(found["weight"][0], expected, rtol=0.05, atol=0)
+    torch.testing.assert_close(found["weight"][0], expected, rtol=0.03, atol=0)
 
 
 def test_copies_are_averaged_where_not_all_clients_take_part():
